@@ -87,7 +87,8 @@ def _cuda_env(engine: int, devices: int) -> Mapping[str, str]:
     """Return CUDA_VISIBLE_DEVICES of an engine: the next GPUs of this process's. Raises ConfigError."""
     if TORCH_CUDA_DEVICE.is_on():
         return {}
-    stated, first = os.environ.get("CUDA_VISIBLE_DEVICES"), engine * devices
+    stated = os.environ.get("CUDA_VISIBLE_DEVICES")
+    first = engine * devices
     if stated is None:
         present = len(list(_NVIDIA_GPUS.glob("*")))  # 0: unknown, as under WSL2
         visible = [str(index) for index in range(present or first + devices)]
@@ -193,7 +194,8 @@ def parallel_sizes(name: str, parallel: ParallelConfig) -> ParallelSizes:
     """Return how the backend distributes a model, of sizes that `backend_support` allows on it. Raises ConfigError."""
     entry = _entry(name)
     sizes = _sizes_of_engine(name, parallel)
-    flag, executor = "--distributed-executor-backend", parallel.distributed_executor_backend
+    flag = "--distributed-executor-backend"
+    executor = parallel.distributed_executor_backend
     if entry.ranks is not None and executor == "uni" and (size := parallel.tensor_parallel_size) > 1:
         raise ConfigError(flag, f"uni is one process, {entry.name} needs {size} for {size} GPUs; use mp, or drop it")
     return ParallelSizes(**{kind: sizes[kind] for kind in entry.parallel}, engines=num_engines(name, parallel))

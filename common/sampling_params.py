@@ -31,7 +31,8 @@ class RepetitionDetectionParams:
     def verify(self) -> None:
         """Raise RequestError for inconsistent sizes."""
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):
-            value, maximum = getattr(self, name), int(_row(name).high or 0)
+            value = getattr(self, name)
+            maximum = int(_row(name).high or 0)
             if type(value) is not int or not 0 <= value <= maximum:
                 raise RequestError(
                     "repetition_detection", f"repetition_detection.{name} must be an integer between 0 and {maximum}"
@@ -390,7 +391,8 @@ def _int(name: str) -> Check:
     bound = _row(name)
     assert bound.low is not None
     assert bound.high is not None
-    low, high = int(bound.low), int(bound.high)
+    low = int(bound.low)
+    high = int(bound.high)
 
     def check(name: str, value: object) -> None:
         if not isinstance(value, int) or isinstance(value, bool):
@@ -403,7 +405,9 @@ def _int(name: str) -> Check:
 
 def _number(name: str) -> Check:
     bound = _row(name)
-    low, high, above = bound.low, bound.high, bound.above
+    low = bound.low
+    high = bound.high
+    above = bound.above
     assert low is not None
     assert high is not None
 
@@ -441,7 +445,8 @@ def _entries(name: str, value: object, kind: str, maximum: int) -> Sequence[Any]
 
 def _words(name: str) -> Check:
     bound = _row(name)
-    maximum, characters = bound.entries, bound.characters
+    maximum = bound.entries
+    characters = bound.characters
     assert maximum is not None
     assert characters is not None
 

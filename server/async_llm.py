@@ -148,7 +148,9 @@ class AsyncLLM(ExplainsMissingMethods):
             )
         if client is None:
             configure_unless_done(config.logging)
-        self.config, self.log_stats, self.log_requests = config, log_stats, log_requests
+        self.config = config
+        self.log_stats = log_stats
+        self.log_requests = log_requests
         self.stats = EngineStats()
         self.metrics = metrics
         self._open_text = open_text
@@ -907,7 +909,9 @@ class AsyncInputs:
     """
 
     def __init__(self, processor: InputProcessor, grammars: GrammarCheck, threads: TextThreads) -> None:
-        self.processor, self._grammars, self._threads = processor, grammars, threads
+        self.processor = processor
+        self._grammars = grammars
+        self._threads = threads
         self._turn = asyncio.Semaphore(1)  # several threads of Python code slow down the event loop by their number
 
     async def prepare(

@@ -200,7 +200,8 @@ class LLMEngine(ExplainsMissingMethods):
         """
         if isinstance(params, PoolingParams):
             check_extras(lora_request=lora_request)
-        text, adapter = text_options(tokenization_kwargs), self.adapters.adapter(lora_request)
+        text = text_options(tokenization_kwargs)
+        adapter = self.adapters.adapter(lora_request)
         prompt = with_text(prompt, prompt_text)
         prepared = self.inputs.prepare(
             request_id, prompt, params, priority, text=text, arrival_time=arrival_time, adapter=adapter

@@ -83,10 +83,15 @@ class _Search(ABC):
     def __init__(self, width: int, most: int) -> None:
         assert width % LANES == 0, "a row consists of whole vectors"
         self.e, self.width, self.most = (e := Emitter()), width, most
-        self.logits, self.stride, self.rows = e.pointer(0, F32), e.argument(1), e.pointer(2, I64)
-        self.factors, self.tokens, self.counts = e.pointer(3, F32), e.pointer(4, I32), e.pointer(5, I64)
+        self.logits = e.pointer(0, F32)
+        self.stride = e.argument(1)
+        self.rows = e.pointer(2, I64)
+        self.factors = e.pointer(3, F32)
+        self.tokens = e.pointer(4, I32)
+        self.counts = e.pointer(5, I64)
         self.floors = e.pointer(6, F32)
-        self.vector, self.count = e.variable(VECTOR), e.variable(I64)
+        self.vector = e.variable(VECTOR)
+        self.count = e.variable(I64)
         self.start: Any = None  # of the row's logits
         self.factor: Any = None
 
@@ -110,7 +115,8 @@ class _Search(ABC):
 
     def largest(self) -> Any:
         """Return the largest logit of the row over temperature."""
-        e, builder = self.e, self.e.builder
+        e = self.e
+        builder = self.e.builder
         builder.store(e.splat(-math.inf), self.vector)
         with e.loop(0, self.width, LANES) as at:
             builder.store(e.maximum(self.scaled(at), builder.load(self.vector)), self.vector)
@@ -118,7 +124,8 @@ class _Search(ABC):
 
     def logsumexp(self, top: Any) -> Any:
         """Return the logsumexp of the row's logits over temperature, of which `top` is the largest; NaN if one is."""
-        e, builder = self.e, self.e.builder
+        e = self.e
+        builder = self.e.builder
         tops = e.splat(top)
         builder.store(e.splat(0.0), self.vector)
         with e.loop(0, self.width, LANES) as at:
@@ -133,7 +140,8 @@ class _Search(ABC):
 
     def keep(self, row: Any, ids: Any, inside: Any) -> None:
         """Store those of 16 tokens that are `inside`, and count them."""
-        e, builder = self.e, self.e.builder
+        e = self.e
+        builder = self.e.builder
         found = builder.bitcast(inside, I16)
         with builder.if_then(builder.icmp_unsigned("!=", found, I16(0)), likely=False):
             count = builder.load(self.count)
@@ -157,7 +165,8 @@ class _Candidates(_Search):
         self.keys = self.e.pointer(7, I32)
 
     def row(self, row: Any) -> None:
-        e, builder = self.e, self.e.builder
+        e = self.e
+        builder = self.e.builder
         top = self.largest()
         floor = builder.fsub(self.logsumexp(top), F32(_BELOW))
         builder.store(floor, e.at(self.floors, row))
@@ -179,7 +188,8 @@ class _BestTokens(_Search):
         self.near, self.far = self.e.variable(F32), self.e.variable(F32)
 
     def row(self, row: Any) -> None:
-        e, builder = self.e, self.e.builder
+        e = self.e
+        builder = self.e.builder
         top = self.largest()
         builder.store(self.logsumexp(top), e.at(self.sums, row))
         self._bisect(top, e.load_int(self.wanted, row))
@@ -192,13 +202,15 @@ class _BestTokens(_Search):
 
     def _bisect(self, top: Any, wanted: Any) -> None:
         """Leave in `far` a distance below the largest logit with `wanted` to 4 * wanted tokens, if there is one."""
-        e, builder = self.e, self.e.builder
+        e = self.e
+        builder = self.e.builder
         builder.store(F32(0.0), self.near)
         builder.store(F32(_RANGE), self.far)
         most = e.least(e.mul(wanted, 4), self.most)
         self._count(builder.fsub(top, F32(_RANGE)))
         with e.loop(0, _BISECTIONS), builder.if_then(builder.icmp_signed(">", builder.load(self.count), most)):
-            near, far = builder.load(self.near), builder.load(self.far)
+            near = builder.load(self.near)
+            far = builder.load(self.far)
             middle = builder.fmul(builder.fadd(near, far), F32(0.5))
             before = builder.load(self.count)
             self._count(builder.fsub(top, middle))
@@ -209,7 +221,8 @@ class _BestTokens(_Search):
 
     def _count(self, floor: Any) -> None:
         """Count the logits that are not below a floor."""
-        e, builder = self.e, self.e.builder
+        e = self.e
+        builder = self.e.builder
         floor = e.splat(floor)
         builder.store(I64(0), self.count)
         with e.loop(0, self.width, LANES) as at:

@@ -55,9 +55,13 @@ def norm_kernel(width: int, eps: float, bfloat16: bool, unit_offset: bool) -> Ke
 class _Norm(_Rows):
     def __init__(self, width: int, eps: float, bfloat16: bool, unit_offset: bool) -> None:
         super().__init__()
-        self.width, self.eps, self.kind, self.unit_offset = width, eps, _kind(bfloat16), unit_offset
+        self.width = width
+        self.eps = eps
+        self.kind = _kind(bfloat16)
+        self.unit_offset = unit_offset
         e = self.e
-        self.x, self.stride = e.pointer(1, self.kind), e.argument(2)
+        self.x = e.pointer(1, self.kind)
+        self.stride = e.argument(2)
         self.weight, self.out = e.pointer(3, self.kind), e.pointer(4, self.kind)
         self.squares = e.variable(VECTOR)
 
@@ -66,7 +70,8 @@ class _Norm(_Rows):
 
     def normalise(self, start: Any, weights: Any, result: Any) -> None:
         """Write the norm of the numbers from `start` on at `result`."""
-        e, builder = self.e, self.e.builder
+        e = self.e
+        builder = self.e.builder
         builder.store(e.splat(0.0), self.squares)
         with e.loop(0, self.width, LANES) as at:
             x = e.load(self.x, e.add(start, at))
@@ -97,12 +102,15 @@ def head_norm_kernel(heads: int, kv_heads: int, head_dim: int, eps: float, bfloa
 class _HeadNorm(_Norm):
     def __init__(self, heads: int, kv_heads: int, head_dim: int, eps: float, bfloat16: bool, unit_offset: bool) -> None:
         super().__init__(head_dim, eps, bfloat16, unit_offset)
-        self.heads, self.kv_heads = heads, kv_heads
+        self.heads = heads
+        self.kv_heads = kv_heads
         self.of_keys = self.e.pointer(5, self.kind)
 
     def row(self, row: Any) -> None:
-        e, total = self.e, self.heads + self.kv_heads
-        start, result = e.mul(row, self.stride), e.mul(row, total * self.width)
+        e = self.e
+        total = self.heads + self.kv_heads
+        start = e.mul(row, self.stride)
+        result = e.mul(row, total * self.width)
         for begin, end, weights in ((0, self.heads, self.weight), (self.heads, total, self.of_keys)):
             with e.loop(begin, end) as head:
                 at = e.mul(head, self.width)
@@ -122,7 +130,8 @@ class _Sum(_Rows):
         self.x, self.y, self.out = (self.e.pointer(index, _kind(bfloat16)) for index in (1, 2, 3))
 
     def row(self, row: Any) -> None:
-        e, start = self.e, self.e.mul(row, self.width)
+        e = self.e
+        start = self.e.mul(row, self.width)
         with e.loop(start, e.add(start, self.width), LANES) as at:
             e.store(e.builder.fadd(e.load(self.x, at), e.load(self.y, at)), self.out, at)
 
@@ -136,13 +145,16 @@ def gate_kernel(width: int, activation: str, bfloat16: bool) -> Kernel:
 class _Gate(_Rows):
     def __init__(self, width: int, activation: str, bfloat16: bool) -> None:
         super().__init__()
-        self.width, self.activation, self.kind = width, activation, _kind(bfloat16)
+        self.width = width
+        self.activation = activation
+        self.kind = _kind(bfloat16)
         self.both, self.stride = self.e.pointer(1, self.kind), self.e.argument(2)
         self.out = self.e.pointer(3, self.kind)
 
     def row(self, row: Any) -> None:
         e = self.e
-        start, result = e.mul(row, self.stride), e.mul(row, self.width)
+        start = e.mul(row, self.stride)
+        result = e.mul(row, self.width)
         with e.loop(0, self.width, LANES) as at:
             gate, up = (e.load(self.both, e.add(start, at, offset)) for offset in (0, self.width))
             active = e.rounded(activated(e, self.activation, gate), self.kind)
@@ -151,7 +163,8 @@ class _Gate(_Rows):
 
 def activated(e: Emitter, activation: str, x: Any) -> Any:
     """Return an activation of GATES of a vector."""
-    inner, builder = x, e.builder
+    inner = x
+    builder = e.builder
     if activation == "gelu_tanh":
         factor = 2 * (2 / 3.141592653589793) ** 0.5
         inner = builder.fmul(
@@ -175,25 +188,38 @@ def cache_kernel(heads: int, kv_heads: int, head_dim: int, value_dim: int, rotar
 class _Cache(_Rows):
     def __init__(self, heads: int, kv_heads: int, head_dim: int, value_dim: int, rotary: int, bfloat16: bool) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim, self.value_dim = heads, kv_heads, head_dim, value_dim
-        self.rotary, kind, e = rotary, _kind(bfloat16), self.e
-        self.x, self.stride = e.pointer(1, kind), e.argument(2)
-        self.new_values, self.value_stride = e.pointer(3, kind), e.argument(4)
-        self.cos, self.sin = e.pointer(5, kind), e.pointer(6, kind)
-        self.positions, self.write_slots = e.pointer(7, I64), e.pointer(8, I64)
-        self.keys, self.values, self.slots = e.pointer(9, kind), e.pointer(10, kind), e.argument(11)
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.value_dim = value_dim
+        self.rotary = rotary
+        kind = _kind(bfloat16)
+        e = self.e
+        self.x = e.pointer(1, kind)
+        self.stride = e.argument(2)
+        self.new_values = e.pointer(3, kind)
+        self.value_stride = e.argument(4)
+        self.cos = e.pointer(5, kind)
+        self.sin = e.pointer(6, kind)
+        self.positions = e.pointer(7, I64)
+        self.write_slots = e.pointer(8, I64)
+        self.keys = e.pointer(9, kind)
+        self.values = e.pointer(10, kind)
+        self.slots = e.argument(11)
 
     def row(self, row: Any) -> None:
         e = self.e
         angles = e.mul(e.load_int(self.positions, row), self.rotary)
-        slot, start = e.load_int(self.write_slots, row), e.mul(row, self.stride)
+        slot = e.load_int(self.write_slots, row)
+        start = e.mul(row, self.stride)
         if self.rotary:
             with e.loop(0, self.heads) as head:
                 at = e.add(start, e.mul(head, self.head_dim))
                 self._rotate(at, angles, self.x, at)
         with e.loop(0, self.kv_heads) as head:
             place = e.add(e.mul(head, self.slots), slot)
-            at, into = e.add(start, e.mul(e.add(head, self.heads), self.head_dim)), e.mul(place, self.head_dim)
+            at = e.add(start, e.mul(e.add(head, self.heads), self.head_dim))
+            into = e.mul(place, self.head_dim)
             self._rotate(at, angles, self.keys, into)
             for part in range(self.rotary, self.head_dim, LANES):
                 e.store(e.load(self.x, e.add(at, part)), self.keys, e.add(into, part))
@@ -203,9 +229,11 @@ class _Cache(_Rows):
                 e.store(value, self.values, e.add(e.mul(place, self.value_dim), part))
 
     def _rotate(self, at: Any, angles: Any, out: Any, into: Any) -> None:
-        e, half = self.e, self.rotary // 2
+        e = self.e
+        half = self.rotary // 2
         for part in range(0, half, LANES):
-            low, high = e.load(self.x, e.add(at, part)), e.load(self.x, e.add(at, part + half))
+            low = e.load(self.x, e.add(at, part))
+            high = e.load(self.x, e.add(at, part + half))
             for own, other, offset in ((low, high, part), (high, low, part + half)):
                 cos, sin = (e.load(table, e.add(angles, offset)) for table in (self.cos, self.sin))
                 turned = e.fma(other, sin, e.builder.fmul(own, cos))

@@ -136,7 +136,8 @@ class MaskRule:
         return self.windows[length]
 
     def _window(self, length: int) -> int | None:
-        last, keys = length - 1, torch.arange(length + 1, device="cpu")
+        last = length - 1
+        keys = torch.arange(length + 1, device="cpu")
         window = int(self.visible(last, length + 1).sum())
         for query in {0, 1, last // 3, last // 2, last - 1, last, window, 2 * window}:
             if 0 <= query <= last:

@@ -132,7 +132,8 @@ class CrossCalls:
     @contextmanager
     def by(self, attend: AttendCross) -> Iterator[None]:
         """A context of one forward pass, whose calls are handed to `attend`."""
-        self._attend, self._next = attend, 0
+        self._attend = attend
+        self._next = 0
         try:
             yield
         finally:
@@ -155,7 +156,8 @@ class CrossCalls:
         assert self._attend is not None, "attention is called within encode() and hidden() alone"
         if self._recorded is not None:
             self._recorded.append((key[0], value[0]))
-        number, self._next = self._next, self._next + 1
+        number = self._next
+        self._next = self._next + 1
         return self._attend(number, query[0], options.get(SCALE)).transpose(0, 1)[None]
 
 

@@ -197,7 +197,8 @@ class PagedCalls:
 
     def by(self, attend: Attend) -> PagedCalls:
         """Return the context of one forward pass, whose calls are handed to `attend`."""
-        self._attend, self._next = attend, 0
+        self._attend = attend
+        self._next = 0
         return self
 
     def __enter__(self) -> None:
@@ -210,8 +211,10 @@ class PagedCalls:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
         assert self._attend is not None, "attention is called within hidden() alone"
-        number, self._next = self._next, self._next + 1
-        head_dim, value_dim = query.shape[3], value.shape[3]
+        number = self._next
+        self._next = self._next + 1
+        head_dim = query.shape[3]
+        value_dim = value.shape[3]
         if value_dim < head_dim:
             value = F.pad(value, (0, head_dim - value_dim))
         q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
@@ -261,7 +264,8 @@ class WidenedHead:
         for part in model.children():
             if part is not base:
                 part.float()
-        self._layers, self._pooler = base.forward, getattr(base, "pooler", None)
+        self._layers = base.forward
+        self._pooler = getattr(base, "pooler", None)
         base.forward = self._forward
 
     def _forward(self, *arguments: Any, **options: Any) -> Any:

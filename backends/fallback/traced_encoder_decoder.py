@@ -114,14 +114,16 @@ def _check(
     for name, option in options.items():
         if option is not None and name not in (*WITHOUT_EFFECT, SCALE, BIAS):
             raise ModelError(f"{kind} gives attention the option {name}, which the encoder's attention does not have")
-    heads, kv_heads = query.shape[1], key.shape[1]
+    heads = query.shape[1]
+    kv_heads = key.shape[1]
     if heads % kv_heads or value.shape != key.shape or key.shape[3] != query.shape[3]:
         raise ModelError(
             f"{kind} attends from q {list(query.shape)} to k {list(key.shape)} and v {list(value.shape)}, which is not "
             "attention of grouped heads"
         )
     if mask is not None:
-        rule, length = mask_rule(mask), key.shape[2]
+        rule = mask_rule(mask)
+        length = key.shape[2]
         if rule is None or not all(bool(rule.visible(each, length).all()) for each in range(query.shape[2])):
             raise ModelError(f"{kind} does not attend to all tokens of the encoder")
 

@@ -27,7 +27,8 @@ def trace_layers(
 
     Raise ModelError for attention that is not that of `TracedCalls`.
     """
-    calls, model = TracedCalls(max_positions, both_ways), on_meta(source, config)
+    calls = TracedCalls(max_positions, both_ways)
+    model = on_meta(source, config)
     _fix_ropes(model, config, max_positions)
     install(model, calls)
     base = base_of(model, pools=source.use is not None)

@@ -175,13 +175,20 @@ class JaxBackend:
     """Implements common.backend.ShardedBackend (a shard is a model replica), CheckpointBackend and DraftingBackend."""
 
     def __init__(self, options: BackendOptions, model: StepModel, bundle: Bundle | None = None) -> None:
-        programs, limits, cache = options.programs, options.limits, options.cache
-        self.model, self.limits, self.cache_config = model, limits, cache
+        programs = options.programs
+        limits = options.limits
+        cache = options.cache
+        self.model = model
+        self.limits = limits
+        self.cache_config = cache
         self.tracer = None if options.profiler is None else JaxTracer(options.profiler, self._latest)
-        self.mode, self.strict = options.sampling.logprobs_mode, programs.strict
+        self.mode = options.sampling.logprobs_mode
+        self.strict = programs.strict
         self._compile_cache = None if programs.compile_cache is None else CompileCache(programs.compile_cache)
-        self._profiler_port, self._profiler_server = programs.profiler_port, cast(Any, None)
-        self._bundle, self._prompt_embeds = bundle, options.prompt_embeds
+        self._profiler_port = programs.profiler_port
+        self._profiler_server = cast(Any, None)
+        self._bundle = bundle
+        self._prompt_embeds = options.prompt_embeds
         self.drafter = None if options.drafter is None else build_drafter(options.drafter, model)
         if bundle is not None:
             stated = cache.num_gpu_blocks_override
@@ -278,7 +285,8 @@ class JaxBackend:
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Enqueue the replacement of the adapter in a slot, in place: steps that are enqueued use the one before."""
-        model, programs = self.model, self._programs
+        model = self.model
+        programs = self._programs
         assert isinstance(model, Model), "no other has adapters"
         assert programs is not None, "init_cache comes first"
         arrays = tuple(self._leaves[index] for index in model.adapter_leaves)
@@ -293,7 +301,8 @@ class JaxBackend:
 
     def plan_memory(self) -> MemoryPlan:
         """Return how many KV blocks fit in each shard. Raise ConfigError if there are too few."""
-        compiled_for, cache = None if self._bundle is None else self._bundle.num_blocks, self.cache_config
+        compiled_for = None if self._bundle is None else self._bundle.num_blocks
+        cache = self.cache_config
         plan = plan_memory(self.model, self.limits, cache, num_blocks=compiled_for, drafter=self.drafter)
         stated = (compiled_for, cache.num_gpu_blocks_override, cache.kv_cache_memory_bytes)
         if not ON_TPU or any(each is not None for each in stated):
@@ -321,7 +330,8 @@ class JaxBackend:
 
     def _program_set(self, num_blocks: tuple[int, ...]) -> StepProgramSet:
         shapes = step_shapes(self.model, self.limits, factor=2 if ON_TPU else 4)
-        rows, embeds = self.limits.max_num_seqs, self._prompt_embeds
+        rows = self.limits.max_num_seqs
+        embeds = self._prompt_embeds
         return StepProgramSet(self.model, shapes, num_blocks, rows, self.mode, embeds, self.drafter)
 
     def warmup(self) -> None:
@@ -352,11 +362,13 @@ class JaxBackend:
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShardSteps:
         """Enqueue a step of every shard; its sampling follows in `bind_masks` if a plan has `masked`."""
-        programs, sampler = self._programs, self._sampler
+        programs = self._programs
+        sampler = self._sampler
         assert programs is not None, "init_cache comes before execute"
         assert sampler is not None
         before = programs.recompiles
-        size, shards = self.limits.max_num_seqs, self.model.shards
+        size = self.limits.max_num_seqs
+        shards = self.model.shards
         parts = {
             shard: writers_first(with_row_offset(plan, shard * size))
             for shard, plan in enumerate(plans)
@@ -408,13 +420,16 @@ class JaxBackend:
 
     def _sample(self, step: EnqueuedStep, masks: Mapping[int, TokenMasks] | None = None) -> dict[int, PendingTokens]:
         """Enqueue the sampling of every shard, then the drafter, if there is one."""
-        programs, sampler = self._programs, self._sampler
+        programs = self._programs
+        sampler = self._sampler
         assert programs is not None, "init_cache comes before execute"
         assert sampler is not None
-        before, plans = programs.recompiles, step.plans
+        before = programs.recompiles
+        plans = step.plans
         sampled = sampler.sample(step.logits, plans, masks)
         guesses = None if step.draft_inputs is None else self._draft(step, sampled.tokens)
-        recompiles, seqs = programs.recompiles - before, step.logits.shape[0] // self.model.shards // sampled.width
+        recompiles = programs.recompiles - before
+        seqs = step.logits.shape[0] // self.model.shards // sampled.width
         tokens: dict[int, PendingTokens] = {}
         for shard, plan in plans.items():
             span = shard * seqs, plan.num_seqs
@@ -429,7 +444,8 @@ class JaxBackend:
 
     def _draft(self, step: EnqueuedStep, tokens: jax.Array | Int32) -> jax.Array:
         """Enqueue the drafter. Return the guesses int32 [S, K]. `tokens` int32 [S * width]: the sampled ones."""
-        programs, sampler = self._programs, self._sampler
+        programs = self._programs
+        sampler = self._sampler
         assert programs is not None, "init_cache comes before execute"
         assert sampler is not None
         arrays = self._leaves, self._drafter_leaves, self._caches, sampler.history
@@ -445,7 +461,10 @@ class JaxBackend:
             jax.profiler.stop_server()
             self._profiler_server = None
         self._drafter_leaves = ()
-        self._leaves, self._caches, self._programs, self._sampler = (), (), None, None
+        self._leaves = ()
+        self._caches = ()
+        self._programs = None
+        self._sampler = None
 
     def _score_prompts(
         self,
@@ -458,14 +477,16 @@ class JaxBackend:
         adapted: bool,
     ) -> tuple[PromptScores, ...]:
         """Enqueue the logprobs of a shard's prompt tokens, in fixed-size chunks."""
-        shards, first = self.model.shards, shard * SCORE_TOKENS
+        shards = self.model.shards
+        first = shard * SCORE_TOKENS
 
         slots = token_slots(plan) if adapted else None
 
         def score(begin: int, targets: Int32, best: int) -> FetchLogprobs:
             indices, tokens = np.zeros((2, shards * SCORE_TOKENS), np.int32)
             rows = slice(first, first + len(targets))
-            indices[rows], tokens[rows] = begin + np.arange(len(targets)), targets
+            indices[rows] = begin + np.arange(len(targets))
+            tokens[rows] = targets
             own = () if slots is None else (slots[np.minimum(indices, len(slots) - 1)],)
             program = programs[ScorePrompt(hidden.shape[0] // shards, slots is not None)]
             logits = program(self._leaves, hidden, indices, *own)

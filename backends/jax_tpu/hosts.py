@@ -45,7 +45,8 @@ def libtpu_mismatch() -> str:
         named = (re.match(r"libtpu==([\d.]+?)(\.\*)?\s*;", line) for line in importlib.metadata.requires("jax") or ())
     except importlib.metadata.PackageNotFoundError:
         return ""
-    wanted, present = next((match[1] for match in named if match), None), _version("libtpu")
+    wanted = next((match[1] for match in named if match), None)
+    present = _version("libtpu")
     if wanted is None or present == "nothing" or f"{present}.".startswith(f"{wanted}."):
         return ""
     return (

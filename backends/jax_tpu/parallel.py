@@ -110,7 +110,8 @@ def _place(sizes: tuple[int, ...], at: Mapping[int, int]) -> tuple[int, ...]:
 
 def _too_few(tensor: int, data: int, available: Sequence[jax.Device], *, can_split_cpu: bool) -> tuple[str, str]:
     """Return the flag and the error message."""
-    needed, kind = tensor * data, available[0].platform
+    needed = tensor * data
+    kind = available[0].platform
     flag, other = ("--tensor-parallel-size", data) if tensor > 1 else ("--data-parallel-size", tensor)
     factor = f" x {other} ({'data' if tensor > 1 else 'tensor'} parallel)" if other > 1 else ""
     remedy = f"use at most {len(available) // other or 1}"

@@ -44,13 +44,16 @@ _EMPTY: Final[Float32] = np.zeros((0, 0), np.float32)
 
 def create(options: PoolingOptions) -> JaxPooling:
     """Return a backend on one copy of the model, without weights. Raise ConfigError."""
-    spec, limits, programs = own_spec(options.spec, "pooling on jax_tpu"), options.limits, options.programs
+    spec = own_spec(options.spec, "pooling on jax_tpu")
+    limits = options.limits
+    programs = options.programs
     bundle = None if programs.bundle is None else open_bundle(programs.bundle)
     if ON_TPU and any(mixer.causal for mixer in spec.mixers):
         check_tables(limits)
     if ON_TPU:
         check_start()
-    mesh, model_dtype = make_mesh(options.parallel.tensor), dtype_of(options.dtype)
+    mesh = make_mesh(options.parallel.tensor)
+    model_dtype = dtype_of(options.dtype)
     chip = chip_of_mesh(mesh) if ON_TPU else CHIPS["v6e"]
     kernel = KernelChoice(limits.block_size, model_dtype.name, use_kernel=ON_TPU, chip=chip)
     model = build_model(spec, kv_layout(spec, limits.block_size), mesh, model_dtype, limits.max_model_len, kernel)
@@ -96,12 +99,15 @@ class JaxPooling:
         profiler: ProfilerConfig | None = None,
     ) -> None:
         assert model.spec.pooler is not None, "the model pools"
-        self.model, self.limits, self.pooler = model, limits, model.spec.pooler
+        self.model = model
+        self.limits = limits
+        self.pooler = model.spec.pooler
         self.program_set = PoolProgramSet(model, limits)
         self.programs: CompiledPrograms[PoolProgramSet, PoolShape] = CompiledPrograms(
             self.program_set, strict=strict, cache=compile_cache
         )
-        self._bundle, self._leaves = bundle, Leaves()
+        self._bundle = bundle
+        self._leaves = Leaves()
         self.tracer = None if profiler is None else JaxTracer(profiler, lambda: self._latest)
         self._latest: jax.Array | None = None  # of the newest step, with a tracer
         if bundle is not None:

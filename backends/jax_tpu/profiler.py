@@ -37,7 +37,8 @@ class JaxTracer:
                 raise ConfigError(FLAG, f"{key} is not recorded by jax's profiler; drop it")
         if not config.torch_profiler_use_gzip:
             raise ConfigError(FLAG, "torch_profiler_use_gzip: jax's profiler compresses every trace; drop it")
-        self._config, self._latest = config, latest
+        self._config = config
+        self._latest = latest
         self._path = Path()
 
     def start(self, name: str) -> None:

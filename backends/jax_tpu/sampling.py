@@ -58,10 +58,13 @@ def count_tokens(width: int, counts: jax.Array, rows: jax.Array, tokens: jax.Arr
     `width`: consecutive entries that are the same row's. Negative tokens are counted in the padding row.
     """
     n = counts.shape[0] // 2
-    rows, ids = jnp.where(tokens < 0, n - 1, rows).reshape(-1, width), jnp.maximum(tokens, 0).reshape(-1, width)
+    rows = jnp.where(tokens < 0, n - 1, rows).reshape(-1, width)
+    ids = jnp.maximum(tokens, 0).reshape(-1, width)
     for column in range(width):
-        row, token = rows[:, column], ids[:, column]
-        low, high = counts[row, token], counts[n + row, token]
+        row = rows[:, column]
+        token = ids[:, column]
+        low = counts[row, token]
+        high = counts[n + row, token]
         full = (low == 255) & (high % PROMPT_BIT == PROMPT_BIT - 1)
         counts = counts.at[row, token].set(jnp.where(full, low, low + 1))
         counts = counts.at[n + row, token].set(jnp.where((low == 255) & ~full, high + 1, high))
@@ -174,7 +177,8 @@ def accept_drafts(width: int, tokens: jax.Array, history: jax.Array, packed: jax
 
     The history gets the numbers of rejected drafts. `width`: rows of logits per sequence. packed: [9, R].
     """
-    sampled, drafts = tokens.reshape(-1, width), packed[8].reshape(-1, width)
+    sampled = tokens.reshape(-1, width)
+    drafts = packed[8].reshape(-1, width)
     accepted = jnp.cumprod((sampled == drafts)[:, :-1], axis=1).sum(1)
     rejected = (drafts >= 0).sum(1) - accepted
     history = history.at[packed[0, ::width], -1].set(rejected.astype(jnp.int32))
@@ -216,7 +220,8 @@ def sample(
     history and packed are replicated.
     """
     rules = JaxSamplingRules.unpack(packed)
-    tokens, processed = jnp.argmax(logits, -1).astype(jnp.int32), logits
+    tokens = jnp.argmax(logits, -1).astype(jnp.int32)
+    processed = logits
     if kind != "greedy":
         greedy = rules.temperature <= 0
         scaled = logits / jnp.where(greedy, 1.0, rules.temperature)[:, None]

@@ -102,8 +102,11 @@ class ReferenceBackend:
     def __init__(self, options: BackendOptions, layer_device: torch.device = _CPU) -> None:
         """`layer_device`: of the layers that transformers computes."""
         self._layer_device = layer_device
-        self.spec, self.limits, self.layout = options.spec, options.limits, options.layout
-        self.cache_config, self._engines = options.cache, options.parallel.engines
+        self.spec = options.spec
+        self.limits = options.limits
+        self.layout = options.layout
+        self.cache_config = options.cache
+        self._engines = options.parallel.engines
         self.numerics = numerics(options.dtype, batch_invariant=options.batch_invariant)
         self._head_scheme = options.schemes.get("head")
         self._adapters: AdapterMatrices | None = None
@@ -123,7 +126,8 @@ class ReferenceBackend:
         self._encoder: EncoderDecoder | None = None  # the decoder again, if it has an encoder
         self._weight_bytes = 0
         self._caches: dict[int, LayerCache] = {}
-        self._drafter_spec, self._captured = options.drafter, captured_layers(options.drafter)
+        self._drafter_spec = options.drafter
+        self._captured = captured_layers(options.drafter)
         self._drafts: DraftRunner | None = None
         self._guesses = np.full((options.limits.max_num_seqs, options.limits.max_drafts), -1, np.int32)  # of each row
         self.tracer: TorchTracer | None = None
@@ -171,7 +175,8 @@ class ReferenceBackend:
 
     @torch.inference_mode()
     def _load_drafter(self, weights: Iterable[Weight]) -> None:
-        spec, max_len = self._drafter_spec, self.limits.max_model_len
+        spec = self._drafter_spec
+        max_len = self.limits.max_model_len
         assert spec is not None, "it has a drafter"
         target = self._decoder if isinstance(self._decoder, Decoder) else None
         drafter = load_drafter(spec, weights, target, self.numerics, max_len)
@@ -298,7 +303,8 @@ class ReferenceBackend:
 
     def _divided(self, plan: StepPlan) -> Computed | None:
         """Return the same, of parts computed by a thread each; None if that gains nothing."""
-        threads, decoder = self._threads, self._decoder
+        threads = self._threads
+        decoder = self._decoder
         if self._captured or not threads.load.contended or not isinstance(decoder, Decoder) or not decoder.is_row_wise:
             return None
         sequences = divide(plan, threads.parts, self.layout)
@@ -386,7 +392,8 @@ class WorkerStep:
     """A step on the worker thread. Implements common.backend.PendingResult."""
 
     def __init__(self, backend: ReferenceBackend, plan: StepPlan) -> None:
-        self._backend, self._plan = backend, plan
+        self._backend = backend
+        self._plan = plan
         self._forward: Future[ForwardPass] | None = None
         self._result: Future[StepResult] | None = None
         filled = backend.filled  # while this step waits, the next one's slots are filled
@@ -397,7 +404,8 @@ class WorkerStep:
 
     def bind_masks(self, masks: TokenMasks) -> None:
         """Submit the sampling."""
-        backend, forward = self._backend, self._forward
+        backend = self._backend
+        forward = self._forward
         assert forward is not None, "the plan has masked sequences"
         self._result = backend.submit(lambda: backend.sample(forward.result(), masks))
 

@@ -28,7 +28,8 @@ class DraftRunner:
     ) -> None:
         self.decoder = decoder
         self._most = 2 + max_drafts  # tokens that a generating sequence has in a pass
-        self._layout, self._offset = layout, offset
+        self._layout = layout
+        self._offset = offset
         self._reads_tokens_alone = isinstance(spec, LanguageDrafter)
         self._has_caches = bool(spec.caches)
         self._caches: dict[int, LayerCache] = {}
@@ -50,7 +51,8 @@ class DraftRunner:
             return None
         step = self._first_plan(plan, token_ids, wanted, history)
         order = np.argsort(np.diff(step.query_start) > 1, kind="stable")
-        step, wanted = _take(step, order), wanted[order]
+        step = _take(step, order)
+        wanted = wanted[order]
         read = None
         if not self._reads_tokens_alone:
             begins = plan.query_start[:-1][order]
@@ -66,7 +68,9 @@ class DraftRunner:
                 ends = (step.context + np.diff(step.query_start))[going_on]
                 rows = np.flatnonzero(going_on)
                 tokens = guesses[order[rows], number - 1]
-                step, wanted, order = _take(step, rows), wanted[rows], order[rows]
+                step = _take(step, rows)
+                wanted = wanted[rows]
+                order = order[rows]
                 starts = np.arange(len(rows) + 1, dtype=np.int32)
                 step = replace(step, context=ends.astype(np.int32), token_ids=tokens, query_start=starts)
                 read = None if guessed.features is None else guessed.features[kept]
@@ -86,7 +90,8 @@ class DraftRunner:
             counts = counts - plan.num_drafts + accepted
         shift = 1
         if self._reads_tokens_alone:
-            counts, shift = counts + (wanted > 0), 0
+            counts = counts + (wanted > 0)
+            shift = 0
         rows = np.repeat(plan.rows, counts)
         tokens = history[rows, _ranges(plan.context + shift, counts)]
         query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

@@ -60,7 +60,8 @@ class CacheSpan:
 
     def of_chunk(self, context: int, chunk: int, lookback: int) -> CacheSpan:
         """Return the span of new tokens from position `context` on that each see their own chunk and some before."""
-        first, end = max(0, context // chunk - lookback) * chunk, self.start + self.length
+        first = max(0, context // chunk - lookback) * chunk
+        end = self.start + self.length
         cut = max(0, first - self.start)
         start = self.start + cut
         slots = None if self.slots is None else self.slots[cut:]
@@ -157,7 +158,8 @@ class Embedded:
         """Return those of a step, in the model's dtype, copied to the device without waiting; None without any."""
         if plan.embeds is None:
             return None
-        indices, rows = torch.from_numpy(plan.embedded), torch.tensor(plan.embeds).view(dtype)
+        indices = torch.from_numpy(plan.embedded)
+        rows = torch.tensor(plan.embeds).view(dtype)
         if device is None or device.type == "cpu":
             return cls(indices, rows)
         return cls(*(part.pin_memory().to(device, non_blocking=True) for part in (indices, rows)))
@@ -249,7 +251,8 @@ def make_batch(plan: StepPlan, layout: KvLayout, only: frozenset[int] | None = N
     lengths = np.diff(plan.query_start)
     owner = np.repeat(np.arange(plan.num_seqs), lengths)
     positions = np.arange(plan.num_tokens) - plan.query_start[owner] + plan.context[owner]
-    views, states = {}, {}
+    views = {}
+    states = {}
     for number, (group, window) in enumerate(layout.views):
         if only is not None and number not in only:
             continue
@@ -306,7 +309,8 @@ def _shared_prefixes(table: Int32, context: Int32, block_size: int, tokens: int)
     """Return the prefixes shared by sequences whose first block is the same, as far as all of them share it."""
     order = np.argsort(table[:, 0], kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(table[order, 0])) + 1)
-    begins, states = np.zeros_like(context), np.zeros_like(context)
+    begins = np.zeros_like(context)
+    states = np.zeros_like(context)
     tiles: list[tuple[int, int, int, int]] = []
     members: list[int] = []
     for rows in groups:
@@ -333,7 +337,8 @@ def _spans(
     starts = np.zeros_like(ends)
     if window is not None:
         starts = np.maximum(context - window + 1, 0)  # the first position that the first new token sees
-    first_pages, last_pages = starts // block_size, (ends - 1) // block_size
+    first_pages = starts // block_size
+    last_pages = (ends - 1) // block_size
     is_run = _consecutive(table, first_pages, last_pages)
     first_slots = table[np.arange(len(ends)), first_pages].astype(np.int64) * block_size + starts % block_size
     spans = []
@@ -349,7 +354,8 @@ def _spans(
 
 def _mask(start: int, cached: int, end: int, window: int | None) -> Tensor:
     """Return which positions from `start` on each token from `cached` on sees, bool [end - cached, end - start]."""
-    query, key = torch.arange(cached, end)[:, None], torch.arange(start, end)[None]
+    query = torch.arange(cached, end)[:, None]
+    key = torch.arange(start, end)[None]
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
 
@@ -455,9 +461,12 @@ def attend(
     out = queries.new_empty(*queries.shape[:2], values.shape[-1])
     repeats = spec.heads // spec.kv_heads
     for group in batch.groups:
-        q, k, v = group.take(queries), group.take(keys), group.take(values)
+        q = group.take(queries)
+        k = group.take(keys)
+        v = group.take(values)
         if repeats > 1:
-            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+            k = k.repeat_interleave(repeats, 1)
+            v = v.repeat_interleave(repeats, 1)
         if (mask := masks.get(group.length)) is None:
             mixed = _attend(q, k, v, batch, spec, sinks).transpose(1, 2)
         else:

@@ -88,7 +88,8 @@ def plan_memory(
             f"{per_pool(num_blocks)} KV blocks of {per_pool(block)} bytes leave no room for a request; allow at least "
             f"{sum(map(mul, least, block))} bytes",
         )
-    total, memory = sum(map(mul, num_blocks, block)), total_bytes()
+    total = sum(map(mul, num_blocks, block))
+    memory = total_bytes()
     if config.has_explicit_size and total > memory:
         flag = "--kv-cache-memory-bytes" if config.num_gpu_blocks_override is None else "--num-gpu-blocks-override"
         raise ConfigError(
@@ -201,7 +202,9 @@ def copy_states(copies: tuple[Int32, ...], layout: KvLayout, caches: Mapping[int
 
 MOST_SCRATCH: Final = 128 << 20  # bytes
 _SCRATCH_PIECE: Final = 4 << 20  # bytes: small enough to come from the heap
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of mallopt in malloc.h
+_TRIM_THRESHOLD = -1  # of mallopt in malloc.h
+_MMAP_THRESHOLD = -3
+_ARENA_MAX = -8
 
 
 def keep_freed_memory() -> None:

@@ -52,7 +52,9 @@ class ReferencePooling:
         self, spec: AnySpec, limits: Limits, numerics: Numerics, profiler: ProfilerConfig | None = None
     ) -> None:
         assert spec.pooler is not None, "the model pools"
-        self.spec, self.limits, self.numerics = spec, limits, numerics
+        self.spec = spec
+        self.limits = limits
+        self.numerics = numerics
         self._worker = ThreadPoolExecutor(1, "pagoda-step", initializer=prepare_thread)
         self.tracer: TorchTracer | None = None
         if profiler is not None:
@@ -76,7 +78,8 @@ class ReferencePooling:
 
             rounded = rounded_weights(weights, self.numerics)
             model = TransformersPooler(self.spec, rounded, self.numerics.compute, max_len, torch.device("cpu"))
-            self._pool, self.num_bytes = model, model.num_bytes
+            self._pool = model
+            self.num_bytes = model.num_bytes
             return
         params = Packer(self.spec, self.numerics).pack(weights)
         self.num_bytes = params.num_bytes
@@ -157,14 +160,17 @@ class PackedAttention:
 
     def __init__(self, spec: Attention, params: AttentionParams, shared: int | None) -> None:
         """`shared`: the number of its cache if several layers read it."""
-        self.spec, self.project, self.shared = spec, Projection(spec, params), shared
+        self.spec = spec
+        self.project = Projection(spec, params)
+        self.shared = shared
 
     def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations, shared: SharedCaches) -> Tensor:
         """X [T, D] -> [T, D]."""
         rotation = rotations[self.spec.rope]
         if self.spec.shares_cache_of is not None:
             assert self.shared is not None, "two layers read the cache"
-            queries, (keys, values) = self.project.queries(x, rotation), shared[self.shared]
+            queries = self.project.queries(x, rotation)
+            keys, values = shared[self.shared]
         else:
             queries, keys, values = self.project(x, rotation)
             if self.shared is not None:

@@ -31,7 +31,8 @@ class TorchTracer:
     """
 
     def __init__(self, config: ProfilerConfig, run: RunInOrder, *, is_gpu: bool = False) -> None:
-        self._config, self._run = config, run
+        self._config = config
+        self._run = run
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
         self._profile: Any = None
         self._name = ""
@@ -56,13 +57,17 @@ class TorchTracer:
             experimental_config=_ExperimentalConfig(profile_all_threads=not config.torch_profiler_with_memory),
         )
         profile.start()
-        self._profile, self._name = profile, name
+        self._profile = profile
+        self._name = name
 
     def _stop(self) -> Path:
-        profile, self._profile = self._profile, None
+        profile = self._profile
+        self._profile = None
         profile.stop()
-        folder, name = self._config.folder, self._name + _SUFFIX
-        plain, compressed = folder / f".{name}", folder / f".{name}.gz"
+        folder = self._config.folder
+        name = self._name + _SUFFIX
+        plain = folder / f".{name}"
+        compressed = folder / f".{name}.gz"
         try:
             profile.export_chrome_trace(str(plain))
             if not self._config.torch_profiler_use_gzip:

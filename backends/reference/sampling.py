@@ -65,12 +65,14 @@ class Sampler:
     """
 
     def __init__(self, vocab: int, max_rows: int, max_len: int, options: SamplerOptions = USUAL) -> None:
-        self.vocab, self.options = vocab, options
+        self.vocab = vocab
+        self.options = options
         self._batch = LogitsBatch.of(options, params_of)
         self._search = row_search(vocab)
         self.failed: dict[int, str] = {}  # row of logits of the newest step -> why its logits processor failed
         self.rows = RowTable(max_rows)
-        self.last, self.rejected = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
+        self.last = np.zeros(max_rows, np.int32)
+        self.rejected = np.zeros(max_rows, np.int32)
         # numpy's zeros are mapped on first write; torch's would touch all of them
         self.history = torch.from_numpy(np.zeros((max_rows, max_len + 1), np.int32))
 
@@ -85,7 +87,8 @@ class Sampler:
         if not len(pending):
             return plan
         owners = np.searchsorted(plan.query_start, pending, side="right") - 1
-        token_ids, context = plan.token_ids.copy(), plan.context.copy()
+        token_ids = plan.token_ids.copy()
+        context = plan.context.copy()
         token_ids[pending] = self.last[plan.rows[owners]]
         context[owners] -= self.rejected[plan.rows[owners]]
         return replace(plan, token_ids=token_ids, context=context)
@@ -144,7 +147,8 @@ class Sampler:
         width = 1 if plan.num_drafts is None else 1 + int(plan.num_drafts.max())
         token_ids = np.full((plan.num_seqs, width), -1, np.int32)
         token_ids[sequences, after] = tokens.numpy()
-        rejected, accepted = np.zeros(plan.num_seqs, np.int32), np.zeros(plan.num_seqs, np.int32)
+        rejected = np.zeros(plan.num_seqs, np.int32)
+        accepted = np.zeros(plan.num_seqs, np.int32)
         if plan.num_drafts is not None:
             right = token_ids[:, :-1] == drafts_of(plan)
             accepted = np.logical_and.accumulate(right, axis=1).sum(1)
@@ -228,7 +232,8 @@ def _by_row_of_logits(masks: TokenMasks, plan: StepPlan) -> TokenMasks:
 def drafts_of(plan: StepPlan) -> Int32:
     """Return the drafts of each sequence int32 [S, most drafts], then -1."""
     assert plan.num_drafts is not None
-    columns, counts = np.arange(plan.num_drafts.max()), plan.num_drafts[:, None]
+    columns = np.arange(plan.num_drafts.max())
+    counts = plan.num_drafts[:, None]
     drafts = np.full((plan.num_seqs, len(columns)), -1, np.int32)
     used = columns < counts
     drafts[used] = plan.token_ids[(plan.query_start[1:, None] - counts + columns)[used]]
@@ -243,7 +248,8 @@ def penalise(logits: Tensor, history: Tensor, packed: Tensor) -> None:
 
     history int32 [rows, length]; packed int32 [8, n] of `penalties`, every column in use.
     """
-    columns, factors = packed[:4].T.tolist(), packed[4:7].view(torch.float32).T.tolist()
+    columns = packed[:4].T.tolist()
+    factors = packed[4:7].view(torch.float32).T.tolist()
     for (index, row, prompt, known), (repetition, frequency, presence) in zip(columns, factors):
         if repetition != 1.0:
             seen = history[row, :known].unique().long()
@@ -355,7 +361,8 @@ def draw_filtered_among(logits: Tensor, rows: Tensor, rules: RowRules, found: Fo
     values, order = torch.where(scaled >= found.floors[:, None], scaled, -torch.inf).sort(
         stable=True, dim=-1, descending=True
     )
-    total, others = found.totals[:, None], logits[rows, found.searched :] / rules.temperature[:, None]
+    total = found.totals[:, None]
+    others = logits[rows, found.searched :] / rules.temperature[:, None]
     if others.shape[1]:
         total = torch.logaddexp(total, others.logsumexp(-1, keepdim=True))
     ids = ids.gather(1, order)
@@ -368,7 +375,8 @@ def _scaled_of(logits: Tensor, rows: Tensor, rules: RowRules, found: FoundTokens
     """Return up to `most` tokens found in rows of logits and those that were not searched, int32 [n, m], and their
     logits over temperature; minus infinity where there is no token.
     """
-    count, most = len(found.tokens), min(most, found.tokens.shape[1])
+    count = len(found.tokens)
+    most = min(most, found.tokens.shape[1])
     others = torch.arange(found.searched, logits.shape[1], dtype=torch.int32).expand(count, -1)
     real = torch.cat((torch.arange(most) < found.counts[:, None], torch.ones_like(others, dtype=torch.bool)), 1)
     ids = torch.where(real, torch.cat((found.tokens[:, :most], others), 1), 0)
@@ -381,7 +389,8 @@ def draw_filtered(logits: Tensor, rules: RowRules) -> Tensor:
 
     The best candidates are sorted; rows they do not decide sort everything.
     """
-    scaled, vocab = logits / rules.temperature[:, None], logits.shape[1]
+    scaled = logits / rules.temperature[:, None]
+    vocab = logits.shape[1]
     total = scaled.logsumexp(-1, keepdim=True)
     wanted = min(vocab, max(CANDIDATES, 1 + max((k for k in rules.top_k.tolist() if k < vocab // 8), default=0)))
     values, ids = scaled.topk(wanted, dim=-1)

@@ -95,7 +95,8 @@ class ComputeThreads:
     """The threads of one backend. Its methods are called by the thread that runs the steps."""
 
     def __init__(self, count: int, load: CoreLoad | None = None) -> None:
-        self.count, self.load = count, load or CoreLoad()
+        self.count = count
+        self.load = load or CoreLoad()
         self._apart: ThreadPoolExecutor | None = None
 
     @property
@@ -132,7 +133,8 @@ def divide(plan: StepPlan, parts: int, layout: KvLayout) -> list[Int32]:
     if parts < 2 or plan.embeds is not None or _share_new_blocks(plan, lengths, layout):
         return []
     costs = (lengths * (_TOKEN_COST + plan.context + lengths // 2)).astype(np.int64)
-    owners, totals = np.zeros(len(costs), np.int32), [0] * parts
+    owners = np.zeros(len(costs), np.int32)
+    totals = [0] * parts
     for index in np.argsort(-costs, kind="stable").tolist():
         owners[index] = totals.index(min(totals))
         totals[owners[index]] += int(costs[index])
@@ -143,7 +145,8 @@ def divide(plan: StepPlan, parts: int, layout: KvLayout) -> list[Int32]:
 
 def _share_new_blocks(plan: StepPlan, lengths: Int32, layout: KvLayout) -> bool:
     """Return whether a sequence attends to a block that another one writes in this step."""
-    first, last = plan.context // layout.block_size, (plan.context + lengths - 1) // layout.block_size
+    first = plan.context // layout.block_size
+    last = (plan.context + lengths - 1) // layout.block_size
     for group, table in zip(layout.groups, plan.block_tables):
         if isinstance(group.spec, StateCache):
             continue

@@ -242,7 +242,8 @@ class InputBlockParams:
         """Return attention and ffn with the adapters. `first`: the block with the weights, itself or an earlier one."""
         assert first.attention is not None
         assert first.ffn is not None
-        qkv, inner = _sum(first.attention.qkv, self.qkv_adapter), _sum(first.ffn.inner, self.inner_adapter)
+        qkv = _sum(first.attention.qkv, self.qkv_adapter)
+        inner = _sum(first.ffn.inner, self.inner_adapter)
         return replace(first.attention, qkv=qkv), replace(first.ffn, inner=inner)
 
 
@@ -303,7 +304,9 @@ class Packer:
         `adapters`: slots of LoRA adapters for the layers.
         """
         self._adapters = adapters
-        self.spec, self.numerics, self._head_scheme = spec, numerics, head_scheme
+        self.spec = spec
+        self.numerics = numerics
+        self._head_scheme = head_scheme
         self._expected = params(spec)
         self._float32 = {param.name for param in self._expected.values() if param.float32}
         self._tensors: dict[str, PackWeight] = {}
@@ -408,7 +411,8 @@ class Packer:
             old = ModelParams(torch.empty(0), None, None, None, None, None, None, (), None, None, {}, {}, 0)
         top = LayerParts(self._tensors, self.numerics)
         pooler = {name: top.take(name).float() for name in list(self._tensors) if name.startswith("pooler.")}
-        embed, layer_table = top.table("embed"), top.table(_LAYER_TABLE)
+        embed = top.table("embed")
+        layer_table = top.table(_LAYER_TABLE)
         extras = {
             name: top.take(name).to(self.numerics.compute) for name in list(self._tensors) if name.startswith(_EXTRAS)
         }
@@ -440,7 +444,9 @@ class LayerParts:
     def __init__(
         self, tensors: dict[str, PackWeight], numerics: Numerics, adapters: AdapterMatrices | None = None
     ) -> None:
-        self._tensors, self._numerics, self._adapters = tensors, numerics, adapters
+        self._tensors = tensors
+        self._numerics = numerics
+        self._adapters = adapters
         self._expert: int | None = None  # whose layers are made
 
     def take(self, name: str) -> Tensor:
@@ -510,7 +516,8 @@ class LayerParts:
         )
 
     def _block(self, prefix: str, layer: Layer, block: InputBlock, shared: bool) -> InputBlockParams:
-        attention, name = f"{prefix}.mixers.0", f"{prefix}.block"
+        attention = f"{prefix}.mixers.0"
+        name = f"{prefix}.block"
         norms = {part: self.norm(f"{name}.{part}") for part in ("norm", "ffn_norm")}
         qkv = [(f"{attention}.{part}_adapter", f"{attention}.{part}_adapter_out") for part in "qkv"]
         inner = (f"{name}.ffn_adapter", f"{name}.ffn.gate_adapter_out", f"{name}.ffn.up_adapter_out")

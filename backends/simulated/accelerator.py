@@ -74,7 +74,8 @@ class Accelerator:
         """Return the memory of the KV cache of each device. Raises ConfigError, with all parts, if none is left."""
         served = served_model(options)
         usable = round(self.chip.memory * options.cache.memory_share(MEMORY_SHARES[self.chip.kind]))
-        weights, activations = served.weight_bytes, activation_bytes(options)
+        weights = served.weight_bytes
+        activations = activation_bytes(options)
         left = usable - self.chip.reserved - weights - activations
         if left <= 0:
             raise ConfigError(
@@ -116,7 +117,9 @@ def _kv_bytes(cache: CacheConfig, dtype: str) -> int:
 
 def activation_bytes(options: BackendOptions) -> int:
     """Return the estimated peak of a step's activations on one device, the logits of all rows included."""
-    spec, limits, ranks = options.spec, options.limits, options.parallel.tensor
+    spec = options.spec
+    limits = options.limits
+    ranks = options.parallel.tensor
     assert isinstance(spec, ModelSpec)
     inner = max((_inner(layer) for layer in spec.layers), default=0)
     token = (6 * spec.width + 3 * inner // ranks) * DTYPE_BYTES[options.dtype]

@@ -88,7 +88,9 @@ class SimulatedBackend:
     """Implements common.backend.Backend."""
 
     def __init__(self, options: BackendOptions, device: SimulatedDevice, clock: Clock | None = None) -> None:
-        self._options, self._device, self._host = options, device, device.host
+        self._options = options
+        self._device = device
+        self._host = device.host
         self._step_time = device.step_time(options)
         self._clock = clock or RealClock()
         self._takes_time = clock is not None or options.simulation.simulated_time == "real"
@@ -112,7 +114,9 @@ class SimulatedBackend:
     def plan_memory(self) -> MemoryPlan:
         """Return the KV blocks that fit. Raises ConfigError if a request has no room."""
         options = self._options
-        layout, limits, cache = options.layout, options.limits, options.cache
+        layout = options.layout
+        limits = options.limits
+        cache = options.cache
         memory = self._device.cache_bytes(options)
         if cache.num_gpu_blocks_override is not None:
             num_blocks = stated_blocks(layout, limits, cache.num_gpu_blocks_override)
@@ -142,14 +146,16 @@ class SimulatedBackend:
 
     def execute(self, plan: StepPlan) -> SimulatedStep:
         """Start a step: it begins when it is planned and the device is free."""
-        clock, host = self._clock, self._host
+        clock = self._clock
+        host = self._host
         for start in plan.starts:
             self._rows.start(start)
         load = StepLoad.of(plan, self._rows.rejected(plan))
         planning = host.plan_step + host.plan_sequence * plan.num_seqs + host.start_request * len(plan.starts)
         if self._takes_time:
             clock.wait_until(clock.now + planning)
-        seconds, now = self._step_time.seconds(load), clock.now
+        seconds = self._step_time.seconds(load)
+        now = clock.now
         if now - self._free_at > PAUSE:
             seconds += host.after_pause
         self._free_at = max(self._free_at, now) + seconds
@@ -174,7 +180,10 @@ class SimulatedStep:
 
     def __init__(self, backend: SimulatedBackend, plan: StepPlan, end: float, result: StepResult | None) -> None:
         """`result`: None until masks are bound."""
-        self._backend, self._plan, self._end, self._result = backend, plan, end, result
+        self._backend = backend
+        self._plan = plan
+        self._end = end
+        self._result = result
 
     def bind_masks(self, masks: TokenMasks) -> None:
         """Sample under the masks."""
@@ -199,7 +208,8 @@ class RowStates:
 
     def __init__(self, limits: Limits, vocab: int, acceptance_rate: float | None) -> None:
         """`acceptance_rate`: probability that a draft is right; None: it is if it equals the sampled token."""
-        self._first, self._count = vocab // 4, max(1, vocab // 2)
+        self._first = vocab // 4
+        self._count = max(1, vocab // 2)
         self._acceptance = acceptance_rate
         self._digest: UInt32 = np.zeros(limits.max_num_seqs, np.uint32)  # of prompt and seed
         self._known = np.zeros(limits.max_num_seqs, np.int64)  # tokens of the sequence, prompt included
@@ -210,11 +220,14 @@ class RowStates:
 
     def start(self, start: RowStart) -> None:
         """Replace the state of a row that a request takes."""
-        row, prompt, rules = start.row, start.token_ids[: start.num_prompt].astype(np.uint32), start.rules
+        row = start.row
+        prompt = start.token_ids[: start.num_prompt].astype(np.uint32)
+        rules = start.rules
         places = np.arange(len(prompt), dtype=np.uint32)
         seed = 0 if rules.is_greedy else rules.seed & 0xFFFFFFFF
         self._digest[row] = np.bitwise_xor.reduce(mix(prompt * np.uint32(TOKEN_STRIDE) + places)) ^ np.uint32(seed)
-        self._known[row], self._prompt[row] = len(start.token_ids), start.num_prompt
+        self._known[row] = len(start.token_ids)
+        self._prompt[row] = start.num_prompt
         for facts in (self._prescribed, self._logprobs, self._prompt_logprobs):
             facts.pop(row, None)
         if rules.logprobs is not None:
@@ -261,7 +274,8 @@ class RowStates:
         width = tokens.shape[1]
         drafts = np.full((plan.num_seqs, width), -1, np.int32)
         for index in np.flatnonzero(plan.num_drafts).tolist():
-            end, count = int(plan.query_start[index + 1]), int(plan.num_drafts[index])
+            end = int(plan.query_start[index + 1])
+            count = int(plan.num_drafts[index])
             drafts[index, :count] = plan.token_ids[end - count : end]
         if self._acceptance is None:
             right = drafts == tokens
@@ -290,7 +304,8 @@ class RowStates:
         for index, row in enumerate(plan.rows.tolist()) if self._prompt_logprobs else ():
             if row in self._prompt_logprobs:
                 best, prompt = self._prompt_logprobs[row]
-                first, length = int(plan.context[index]), int(plan.query_start[index + 1] - plan.query_start[index])
+                first = int(plan.context[index])
+                length = int(plan.query_start[index + 1] - plan.query_start[index])
                 targets = prompt[first + 1 : first + 1 + length]
                 if len(targets):
                     reported[index] = self._made_up(targets, best)

@@ -57,7 +57,8 @@ def kind_of(load: StepLoad) -> Kind:
 
 def context_of(load: StepLoad) -> float:
     """Return the tokens of context that sequences with one token read; a draft reads what its sequence does."""
-    query, context = load.query_lens, load.context_lens
+    query = load.query_lens
+    context = load.context_lens
     if kind_of(load) == "decode":
         return float((query * context).sum())
     return float(context[query == 1].sum())
@@ -68,7 +69,8 @@ def terms_of(load: StepLoad) -> dict[str, float]:
     if kind_of(load) == "decode":
         return {}
     chunk = load.query_lens > 1
-    query, before = load.query_lens[chunk], load.context_lens[chunk] - load.query_lens[chunk]
+    query = load.query_lens[chunk]
+    before = load.context_lens[chunk] - load.query_lens[chunk]
     return {
         "pairs": float((query * before + query * (query + 1) // 2).sum()),
         "chunks": float(len(query)),
@@ -137,7 +139,8 @@ class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def load(self) -> StepLoad:
         """What it computed."""
-        query, context = np.array(self.query_lens, np.int64), np.array(self.context_lens, np.int64)
+        query = np.array(self.query_lens, np.int64)
+        context = np.array(self.context_lens, np.int64)
         return StepLoad(query, context, self.num_sampled, self.num_drafts)
 
 
@@ -169,7 +172,8 @@ class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def fit(steps: Sequence[MeasuredStep]) -> Fit:
     """Return the step times that fit measured steps best. Raises ValueError if a kind of step is missing."""
-    tables, errors = {}, {}
+    tables = {}
+    errors = {}
     for kind in TERMS:
         own = [step for step in steps if kind_of(step.load) == kind]
         if not own:
@@ -217,7 +221,8 @@ def knots_near(amounts: Sequence[float], ladder: Sequence[int]) -> tuple[int, ..
     if not len(amounts):
         return ()
     numbers = np.array(sorted(amounts))
-    first, last = int(numbers[0]), int(numbers[-1])
+    first = int(numbers[0])
+    last = int(numbers[-1])
     near = [each for each in ladder if (np.abs(np.log2(numbers / each)) <= np.log2(ladder[1] / ladder[0]) / 2).any()]
     return tuple(sorted({first, last, *(each for each in near if first < each < last)}))
 
@@ -236,7 +241,8 @@ def non_negative_least_squares(a: Float64, b: Float64) -> Float64:
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0] = 1.0
     a = a / scale
-    x, free = np.zeros(a.shape[1]), np.zeros(a.shape[1], np.bool_)
+    x = np.zeros(a.shape[1])
+    free = np.zeros(a.shape[1], np.bool_)
     tolerance = 1e-10 * max(1.0, float(np.abs(a.T @ b).max(initial=0.0)))
     for _ in range(10 * a.shape[1]):
         gradient = np.where(free, -np.inf, a.T @ (b - a @ x))

@@ -100,9 +100,12 @@ def _merged(
     sizes: list[int],
     results: list[tuple[RequestProgress, npt.NDArray[np.int32]]],
 ) -> ClusterResult:
-    first, finish, replica = np.full(size, np.nan), np.full(size, np.nan), np.zeros(size, np.int32)
+    first = np.full(size, np.nan)
+    finish = np.full(size, np.nan)
+    replica = np.zeros(size, np.int32)
     for share, before, (progress, replicas) in zip(shares, np.cumsum(sizes) - sizes, results):
-        first[share], finish[share] = progress.first_token, progress.finish
+        first[share] = progress.first_token
+        finish[share] = progress.finish
         replica[share] = replicas + before
     every = [progress for progress, _ in results]
     return ClusterResult(
@@ -127,7 +130,8 @@ class _Job:
 
 def _serve(job: _Job) -> tuple[RequestProgress, npt.NDArray[np.int32]]:
     """Serve the requests of one router. Returns their progress, and the replica of each."""
-    workload, cluster = job.workload, job.cluster
+    workload = job.workload
+    cluster = job.cluster
     progress = RequestProgress.of(len(workload))
     replicas = [Replica(cluster.limits, cluster.model, workload, progress) for _ in range(job.replicas)]
     router = _Router(replicas, cluster.policy, workload)
@@ -142,7 +146,8 @@ class _Router:
     """One router and its replicas."""
 
     def __init__(self, replicas: list[Replica], policy: RoutingPolicy, workload: RequestArrays) -> None:
-        self._replicas, self._workload = replicas, workload
+        self._replicas = replicas
+        self._workload = workload
         self._loads: Loads = np.zeros(len(replicas), np.int64)
         self._events: list[tuple[float, int, int]] = []  # (no request ends before, replica, number of the entry)
         self._entry = [0] * len(replicas)  # number of each replica's newest entry; older ones count no more

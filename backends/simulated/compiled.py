@@ -40,7 +40,9 @@ class ReportedPrograms:
 
     def step(self, load: StepLoad) -> StepProgram:
         """Return the fastest program that holds a step. Raise ConfigError naming the step if none does."""
-        tokens, seqs, context = load.num_tokens, len(load.query_lens), int(load.context_lens.max())
+        tokens = load.num_tokens
+        seqs = len(load.query_lens)
+        context = int(load.context_lens.max())
         for each in self.steps:
             if each.decode_only and tokens > seqs:
                 continue
@@ -77,7 +79,8 @@ def read_programs(path: Path, tensor_parallel: int) -> ReportedPrograms:
     """Return the programs of a report. Raise ConfigError naming what it lacks, or that it is of other devices."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        compiled_for, clock = report["tensor_parallel_size"], report["clock_hz"]
+        compiled_for = report["tensor_parallel_size"]
+        clock = report["clock_hz"]
         rows = report["programs"]
         steps = [_step(row, clock) for row in rows if row.get("shape") is not None and row["cycles"] is not None]
         sampling = sorted((row["sampled_rows"], row["cycles"] / clock) for row in rows if row.get("sampled_rows"))

@@ -142,7 +142,10 @@ class StepMeasurer:
         num_blocks: tuple[int, ...],
         clock: Clock,
     ) -> None:
-        self._backend, self._layout, self._num_blocks, self.clock = backend, layout, num_blocks, clock
+        self._backend = backend
+        self._layout = layout
+        self._num_blocks = num_blocks
+        self.clock = clock
         self._step = 0
 
     @property
@@ -159,16 +162,19 @@ class StepMeasurer:
         """Return the mean time of a step that is run at least `repeats` times."""
         plan = self._plan(shape)
         self._run(plan, WARM_UPS, plan.starts)
-        count, seconds = 0, 0.0
+        count = 0
+        seconds = 0.0
         while count < repeats or seconds < LEAST_SECONDS:
             began = self.clock.now
             self._run(plan, repeats)
-            count, seconds = count + repeats, seconds + self.clock.now - began
+            count = count + repeats
+            seconds = seconds + self.clock.now - began
         return measured_step(StepLoad.of(plan), seconds / count, count)
 
     def once(self, shape: TrialShape) -> float:
         """Return the seconds of one step."""
-        plan, began = self._plan(shape), self.clock.now
+        plan = self._plan(shape)
+        began = self.clock.now
         self._run(plan, 1)
         return self.clock.now - began
 
@@ -189,7 +195,8 @@ class StepMeasurer:
         query = np.array([width] * shape.singles + list(shape.chunks), np.int32)
         context = np.array([shape.context - width] * shape.singles + [shape.before] * len(shape.chunks), np.int32)
         samples = np.array([True] * shape.singles + [shape.ends] * len(shape.chunks), np.bool_)
-        ends, rows = context + query, np.arange(len(query), dtype=np.int32)
+        ends = context + query
+        rows = np.arange(len(query), dtype=np.int32)
         rng = np.random.default_rng(0)
         starts = tuple(
             RowStart(row, rng.integers(0, 100, end + (0 if sampled else 1)).astype(np.int32), end, SamplingRules())
@@ -227,7 +234,8 @@ class StepMeasurer:
 def measure_pause(measurer: StepMeasurer, limits: Limits) -> float:
     """Return by how much a step is longer that begins after a pause, in seconds: the median of pauses of PAUSES."""
     tokens = min(PAUSED_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 1)
-    shape, later = TrialShape(0, 0, (tokens,), ends=False), []
+    shape = TrialShape(0, 0, (tokens,), ends=False)
+    later = []
     for pause in PAUSES:
         usual = measurer.measure(shape, 2).seconds
         measurer.clock.wait_until(measurer.clock.now + pause)
@@ -239,8 +247,10 @@ def measure_steps(
     measurer: StepMeasurer, limits: Limits, repeats: int, max_seconds: float, done: Callable[[int, int], None]
 ) -> list[MeasuredStep]:
     """Return measured steps of all shapes that there is time for. `done`: called with numbers: measured, in total."""
-    kinds, steps = shapes(limits, measurer.cached_tokens), []
-    total, number = sum(map(len, kinds)), 0
+    kinds = shapes(limits, measurer.cached_tokens)
+    steps = []
+    total = sum(map(len, kinds))
+    number = 0
     for planned in kinds:
         began = measurer.clock.now
         for shape in planned:
@@ -258,7 +268,9 @@ class TimedBackend:
     """A backend in an engine: keeps each plan, and from when to when the device computed it."""
 
     def __init__(self, backend: Backend, clock: Clock) -> None:
-        self._backend, self._clock, self.capabilities = backend, clock, backend.capabilities
+        self._backend = backend
+        self._clock = clock
+        self.capabilities = backend.capabilities
         self.plans: list[StepPlan] = []
         self.spans: list[tuple[float, float]] = []  # by plan, of those whose results were fetched
 
@@ -369,7 +381,8 @@ def measure_host(backend: Backend, layout: KvLayout, limits: Limits, num_blocks:
     for count in sorted({min(each, limits.max_num_seqs) for each in HOST_SEQUENCES}):
         rows.append((count, *_host_seconds(backend, layout, limits, num_blocks, count)))
     counts, plan, report, start = np.array(rows).T
-    planning, reporting = _line(counts, plan), _line(counts, report)
+    planning = _line(counts, plan)
+    reporting = _line(counts, report)
     return HostCosts(
         plan_step=planning[0],
         plan_sequence=planning[1],
@@ -397,7 +410,8 @@ def _host_seconds(
                 request_id=str(number), prompt_token_ids=[number % 97, 1], rules=SamplingRules(), max_tokens=HOST_STEPS
             )
         )
-    plan, report = [], []
+    plan = []
+    report = []
     while core.has_work:
         began = time.perf_counter()
         core.step()
@@ -416,7 +430,10 @@ def calibrate(
     clock: Clock | None = None,
 ) -> Calibration:
     """Measure the steps of a backend and fit a model to them; see `SimulatorModule.calibrate`."""
-    options, memory, backend, clock = target.options, target.memory, target.backend, clock or RealClock()
+    options = target.options
+    memory = target.memory
+    backend = target.backend
+    clock = clock or RealClock()
     measurer = StepMeasurer(backend, options.layout, memory.num_blocks, clock)
     steps = measure_steps(measurer, options.limits, repeats, max_seconds, done)
     for concurrency in (each for each in SERVED_CONCURRENCY if each <= options.limits.max_num_seqs):

@@ -82,7 +82,8 @@ class SimulatedEngine:
 
     def serve(self, rate: float, replicas: int = 1, policy: RoutingPolicy = "least-outstanding") -> LoadMeasures:
         """Return the measures of the load at `rate` requests per second on some replicas."""
-        load, arrived = self.load, self.load.arrive(rate)
+        load = self.load
+        arrived = self.load.arrive(rate)
         workload = RequestArrays(arrived.tolist(), load.prompts, load.outputs, load.prefixes, load.prefix_lens)
         result = Cluster(replicas, self.limits, self.model, policy).run(workload)
         return self.target.measure(load, arrived, result.first_token, result.finish)
@@ -101,7 +102,8 @@ def devices_per_chip(name: str) -> int:
 def assumptions(name: str) -> str:
     """Return what step times on an accelerator assume, in words."""
     chip = find_chip(name)
-    reached, eight = EFFICIENCY[chip.kind], chip.float8 or chip.int8
+    reached = EFFICIENCY[chip.kind]
+    eight = chip.float8 or chip.int8
     rates = f"{chip.bfloat16 / 1e12:,.0f}" + ("" if eight is None else f" (8 bits {eight / 1e12:,.0f})")
     return (
         f"{chip.name}: {rates} TFLOP/s, {chip.memory / (1 << 30):.0f} GiB (by default {MEMORY_SHARES[chip.kind]:.0%} "
@@ -167,7 +169,8 @@ def simulated_engine(
     options: BackendOptions, memory: MemoryPlan, load: PlannedLoad, target: ServiceTarget
 ) -> SimulatedEngine:
     """Return an engine. Caches in several groups count as one that holds as many of the load's requests."""
-    limits, layout = options.limits, options.layout
+    limits = options.limits
+    layout = options.layout
     mean = -(-sum(map(int.__add__, load.prompts, load.outputs)) // len(load.prompts))
     pages = -(-mean // limits.block_size)
     blocks = memory.num_blocks[0] - 1
@@ -191,7 +194,8 @@ def _highest_rate(
     serve: Callable[[float], LoadMeasures], target: ServiceTarget, rounds: int
 ) -> tuple[float, LoadMeasures]:
     """Return the highest rate within the target and its measures; 0 if requests miss it even one at a time."""
-    low, measures = 0.0, serve(_SLOW)
+    low = 0.0
+    measures = serve(_SLOW)
     if target.missed(measures):
         return low, measures
     high = serve(1e6).requests_per_second
@@ -199,7 +203,8 @@ def _highest_rate(
         rate = (low + high) / 2
         at_rate = serve(rate)
         if target.is_met(at_rate):
-            low, measures = rate, at_rate
+            low = rate
+            measures = at_rate
         else:
             high = rate
     return low, measures

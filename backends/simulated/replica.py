@@ -170,7 +170,10 @@ class Replica:
     def __init__(
         self, limits: ReplicaLimits, model: StepTimeModel, workload: RequestArrays, progress: RequestProgress
     ) -> None:
-        self._limits, self._model, self._workload, self._progress = limits, model, workload, progress
+        self._limits = limits
+        self._model = model
+        self._workload = workload
+        self._progress = progress
         self.finished: list[tuple[float, int]] = []  # (time, request) of those that ended since the caller cleared it
         self._now = 0.0  # when the next step starts
         self._horizon = 0.0  # until when requests arrived that its plan knows
@@ -287,7 +290,8 @@ class Replica:
     def _load_seconds(self, decodes: int, context: int, chunks: Sequence[tuple[int, int]], sampled: int) -> float:
         """Return the time by a model that must know every context; see SumModel."""
         after = (context - self._base_sum) // decodes if decodes else 0
-        query, contexts = [1] * decodes, [base + after for base in self._base]
+        query = [1] * decodes
+        contexts = [base + after for base in self._base]
         for tokens, end in chunks:
             query.append(tokens)
             contexts.append(end)
@@ -370,15 +374,18 @@ class Replica:
 
     def _remove_row(self, request: int) -> None:
         """Remove a decoding sequence from the batch; it keeps its blocks."""
-        row, last = self._row_of.pop(request), len(self._rows) - 1
+        row = self._row_of.pop(request)
+        last = len(self._rows) - 1
         self._phases[self._phase(row)] -= 1
         tokens = self._base[row] + self._clock + self._planned
         own = self._pages(tokens) - self._prefix_blocks(request)
         self._own_blocks[request] = self._own(request, own, tokens - self._planned)
         self._base_sum -= self._base[row]
-        moved, base = self._rows.pop(), self._base.pop()
+        moved = self._rows.pop()
+        base = self._base.pop()
         if row != last:
-            self._rows[row], self._row_of[moved] = moved, row
+            self._rows[row] = moved
+            self._row_of[moved] = row
             self._base[row] = base
 
     # --- rows and blocks ---
@@ -413,7 +420,8 @@ class Replica:
         """Return for how many of `steps` steps there are blocks."""
         if len(self._rows) * (1 + steps // self._limits.block_size) <= self._available:
             return steps
-        low, high = 0, steps
+        low = 0
+        high = steps
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._blocks_of(middle) <= self._available else (low, middle - 1)
@@ -487,7 +495,8 @@ class Replica:
     def _start(self, count: int) -> _PartialPrompt:
         """Give the first waiting request a row; it computes `count` tokens now."""
         request = self._waiting.popleft()
-        (shared, own), known = self._hits(request), self._known(request)
+        shared, own = self._hits(request)
+        known = self._known(request)
         hit = (shared + own) * self._limits.block_size
         self._free += self._cache.take(_own_key(request)) - own
         number = self._prefix(request)

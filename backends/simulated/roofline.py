@@ -143,8 +143,10 @@ class AttentionSeconds:
         """Return the time of sequences with several tokens: [S] each."""
         before = context - query
         pairs = query * before + query * (query + 1) // 2
-        total, all_pairs = float(context.sum()), float(pairs.sum())
-        seen, seen_pairs = total, all_pairs
+        total = float(context.sum())
+        all_pairs = float(pairs.sum())
+        seen = total
+        seen_pairs = all_pairs
         if self.span is not None:
             # Queries below the span see all before them, the others see `span` tokens.
             short = np.clip(self.span - before, 0, query)
@@ -197,7 +199,10 @@ class RooflineModel:
         `context`: tokens of the `decodes` sequences with one token, together, after the step. `chunks`: (tokens,
         context after the step) of the others.
         """
-        tokens, several, seen, pairs = decodes, 0, 0, 0
+        tokens = decodes
+        several = 0
+        seen = 0
+        pairs = 0
         for query, after in chunks:
             tokens += query
             if query == 1:
@@ -215,7 +220,8 @@ class RooflineModel:
 
     def _linear_seconds(self, tokens: int, seqs: int, sampled: int) -> float:
         """Return the time of a step without attention."""
-        products, reading = tokens * self.token, self.weights
+        products = tokens * self.token
+        reading = self.weights
         for each in self.experts:
             products += tokens * each.token
             reading += each.reading(tokens)
@@ -224,11 +230,14 @@ class RooflineModel:
 
     def attention_seconds(self, load: StepLoad) -> float:
         """Return the time of attention in all layers."""
-        query, context = load.query_lens, load.context_lens
+        query = load.query_lens
+        context = load.context_lens
         if load.num_tokens == len(query):
             return sum(each.decode(context) for each in self.attention)
         several = query > 1
-        one, query, context = context[~several], query[several], context[several]
+        one = context[~several]
+        query = query[several]
+        context = context[several]
         return sum(each.decode(one) + each.prefill(query, context) for each in self.attention)
 
     def exchange_seconds(self, tokens: int, sampled: int) -> float:
@@ -260,7 +269,8 @@ def hardware_model(
         )
     reached = efficiency or EFFICIENCY[chip.kind]
     linear = _Linear.of(served, chip, reached)
-    width, spec = served.dtype_bytes, served.spec
+    width = served.dtype_bytes
+    spec = served.spec
     layers = len(spec.layers)
     exchanges = _Exchanges(served.tensor_parallel, chip, reached)
     reductions = 1 + sum(_reductions(layer) for layer in spec.layers)  # that of the embedding is the first
@@ -345,7 +355,8 @@ def _attention(
 ) -> tuple[AttentionSeconds, ...]:
     """Return the attention of all layers, those with equal spans together."""
     groups: dict[int | None, AttentionSeconds] = {}
-    bandwidth, ranks = chip.bandwidth * reached.attention_memory, served.tensor_parallel
+    bandwidth = chip.bandwidth * reached.attention_memory
+    ranks = served.tensor_parallel
     peak = chip.peak("bfloat16") * reached.attention_products
     for mixer in mixers:
         work: MixerWork = mixer.work()
@@ -381,7 +392,8 @@ class _Linear:
     @classmethod
     def of(cls, served: ServedModel, chip: ChipSpec, reached: Efficiency) -> _Linear:
         """Return the sums of a model on a chip."""
-        sums, spec = cls(), served.spec
+        sums = cls()
+        spec = served.spec
         uses = Counter(layer.block.weights_of for layer in spec.layers if layer.block is not None)
         bandwidth = chip.bandwidth * reached.weights
         for name, param in params(spec).items():
@@ -391,11 +403,13 @@ class _Linear:
             products /= chip.peak(served.rate_of(name)) * reached.products
             reading = times * served.bytes_of_device(param) / bandwidth
             if name in ("head", "head_bias") or (name == "embed" and spec.tied and spec.pooler is None):
-                sums.sampled, sums.head = sums.sampled + products, sums.head + reading
+                sums.sampled = sums.sampled + products
+                sums.head = sums.head + reading
             elif ".experts." in name:
                 sums._add_expert(_mixture_of(name, spec), products, reading)
             elif name not in _TABLES:
-                sums.token, sums.weights = sums.token + products, sums.weights + reading
+                sums.token = sums.token + products
+                sums.weights = sums.weights + reading
         return sums
 
     def _add_expert(self, moe: Moe, products: float, reading: float) -> None:
@@ -413,13 +427,15 @@ def _is_shared(name: str, spec: ModelSpec) -> bool:
     """Whether a parameter is one of an input block, which several layers may use."""
     if not spec.block_owners or not name.startswith("layers."):
         return False
-    number, part = _layer_of(name), name.split(".", 2)[2]
+    number = _layer_of(name)
+    part = name.split(".", 2)[2]
     return number in spec.block_owners and part.startswith(("block.", "mixers.0."))
 
 
 def _mixture_of(name: str, spec: ModelSpec) -> Moe:
     """Return the mixture that an expert's parameter belongs to."""
-    layer, part = spec.layers[_layer_of(name)], name.split(".", 2)[2]
+    layer = spec.layers[_layer_of(name)]
+    part = name.split(".", 2)[2]
     if layer.side_moe is not None and part.startswith("side."):
         return layer.side_moe.moe
     if layer.shortcut is not None and part.startswith("shortcut."):

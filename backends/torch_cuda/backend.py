@@ -120,7 +120,8 @@ def check(options: BackendOptions) -> None:
 
 
 def _rank_config(options: BackendOptions, device: Device | None = None) -> RankConfig:
-    spec, layout = options.spec, options.layout
+    spec = options.spec
+    layout = options.layout
     if options.dtype not in DTYPES:
         raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
     graph_sizes = GraphSizes.of(options.compilation, options.limits.max_num_seqs)
@@ -305,7 +306,8 @@ class TorchCudaBackend:
     def plan_memory(self) -> MemoryPlan:
         """Return how many KV blocks fit. Raise ConfigError with the missing bytes if none do."""
         assert self._model is not None, "load comes before plan_memory"
-        config, weight_bytes = self.config, self._model.weight_bytes
+        config = self.config
+        weight_bytes = self._model.weight_bytes
         block = block_bytes(config.layout, config.kv_dtype, config.shard)
         if config.device.is_gpu:
             usage = self._measured_usage(weight_bytes)
@@ -322,7 +324,8 @@ class TorchCudaBackend:
         What they read of earlier tokens is allocated before and not counted: `TokenHistory`.
         """
         assert self._model is not None, "load comes first"
-        device, null_blocks = self.config.device, (1,) * len(self.config.layout.pools)
+        device = self.config.device
+        null_blocks = (1,) * len(self.config.layout.pools)
         history = self._model.sampler.kept
 
         def make_runner() -> Runner:
@@ -356,12 +359,14 @@ class TorchCudaBackend:
             if self._kv_scales and isinstance(config.spec, ModelSpec):
                 set_kv_scales(config.spec, self._runner.programs.parts.caches, self._kv_scales)
             if config.cache.calculate_kv_scales:
-                parts, max_len = self._runner.programs.parts, config.limits.max_model_len
+                parts = self._runner.programs.parts
+                max_len = config.limits.max_model_len
                 assert isinstance(parts.decoder, CudaDecoder), "transformers' models are not calibrated"
                 calibrate_kv_scales(parts.decoder, parts.caches, config.layout, max_len=max_len, tile=config.query_tile)
 
     def _make_runner(self, num_blocks: tuple[int, ...], empty: Empty) -> Runner:
-        config, model = self.config, self._model
+        config = self.config
+        model = self._model
         assert model is not None, "load comes before init_cache"
         caches = allocate(config.layout, num_blocks, config.kv_dtype, config.shard, empty)
         drafts = None
@@ -385,7 +390,8 @@ class TorchCudaBackend:
 
     def warmup(self) -> None:
         """Capture the CUDA graphs and run every kind of step, so that serving neither compiles nor captures."""
-        begin, runner = time.perf_counter(), self._runner
+        begin = time.perf_counter()
+        runner = self._runner
         assert runner is not None, "init_cache comes before warmup"
         history = runner.programs.parts.sampler.kept
         on_gpu = self.config.device.is_gpu
@@ -481,7 +487,8 @@ class TorchCudaBackend:
     def close(self) -> None:
         """Release the device's memory."""
         self._stream.synchronize()
-        self._runner, self._model = None, None
+        self._runner = None
+        self._model = None
         self._cache.close()
         self._weights.close()
         self._compiles.unwatch()

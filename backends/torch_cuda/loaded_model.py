@@ -102,9 +102,11 @@ class RankConfig:
         Their inputs must have shapes that depend on the number of tokens alone: those of latent attention, of recurrent
         mixers, of selected blocks, of drafts and of the kernels of others do not.
         """
-        spec, limits = self.spec, self.limits
+        spec = self.spec
+        limits = self.limits
         plain = all(isinstance(mixer, Attention) and mixer.blocks is None for mixer in spec.mixers)
-        drafts, offloads = limits.max_drafts > 0, self.cache.cpu_offload_gb > 0
+        drafts = limits.max_drafts > 0
+        offloads = self.cache.cpu_offload_gb > 0
         own_kernels = isinstance(self.attention.prefill, TritonAttn) and self.attention.planned is None
         if not (self.captures_mixed and isinstance(spec, ModelSpec) and plain and own_kernels):
             return None
@@ -124,7 +126,9 @@ class RankConfig:
     @property
     def splits(self) -> dict[int, int]:
         """Decode batch size -> split-KV count of decode attention, for the layer with the fewest KV heads."""
-        longest, chip, share = self.limits.max_model_len, self.device.chip, self.shard.share
+        longest = self.limits.max_model_len
+        chip = self.device.chip
+        share = self.shard.share
         kv_heads = min((share(mixer.kv_heads) for mixer in attentions(self.spec, self.drafter)), default=0)
         latent_heads = min((share(mixer.heads) for mixer in latent_attentions(self.spec, self.drafter)), default=0)
 
@@ -140,7 +144,8 @@ class RankConfig:
 
         Empty with --batch-invariant, whose attention adds spans of fixed positions, and without attention.
         """
-        chip, share = self.device.chip, self.shard.share
+        chip = self.device.chip
+        share = self.shard.share
         kv_heads = [share(mixer.kv_heads) for mixer in attentions(self.spec, self.drafter)]
         heads = [share(mixer.heads) for mixer in latent_attentions(self.spec, self.drafter)]
         if self.batch_invariant or not (kv_heads or heads):
@@ -167,7 +172,8 @@ class RankConfig:
     @property
     def round_tokens(self) -> int:
         """Tokens of a round of latent prefill, 0 without latent attention; at least those of the largest step fit."""
-        mixers, limits = latent_attentions(self.spec, self.drafter), self.limits
+        mixers = latent_attentions(self.spec, self.drafter)
+        limits = self.limits
         sizes = [self.shard.share(mixer.heads) * (mixer.nope_dim + mixer.value_dim) for mixer in mixers]
         return round_capacity(max(sizes) * self.dtype.itemsize, limits.max_num_batched_tokens) if sizes else 0
 
@@ -212,7 +218,9 @@ def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> L
 
     Raise WeightError, or ConfigError if they do not fit the device.
     """
-    spec, limits, device = config.spec, config.limits, config.device
+    spec = config.spec
+    limits = config.limits
+    device = config.device
     if isinstance(spec, TransformersSpec):
         return _load_transformers(config, spec, weights)
     shapes = Loader(spec, config.shard, config.dtype, _meta, config.pack, schemes=config.schemes).params
@@ -261,7 +269,9 @@ def _load_transformers(config: RankConfig, spec: TransformersSpec, weights: Iter
 
 
 def _sampling_parts(config: RankConfig) -> tuple[CudaSampler, DecodeBuffers]:
-    limits, vocab, device = config.limits, config.spec.vocab, config.device
+    limits = config.limits
+    vocab = config.spec.vocab
+    device = config.device
     pages = -(-limits.max_model_len // limits.block_size)
     return (
         CudaSampler(
@@ -303,8 +313,10 @@ def calibrate_kv_scales(
     largest K and V of each layer, times MARGIN, map to the largest 8-bit value. Larger values saturate. Each rank
     calibrates its own heads.
     """
-    build, tokens = decoder.build, min(CALIBRATION_TOKENS, max_len)
-    pages, groups = -(-tokens // layout.block_size), len(layout.groups)
+    build = decoder.build
+    tokens = min(CALIBRATION_TOKENS, max_len)
+    pages = -(-tokens // layout.block_size)
+    groups = len(layout.groups)
     blocks = 1 + np.arange(groups * pages, dtype=np.int32).reshape(groups, pages)
     device = build.device.torch
 
@@ -318,7 +330,8 @@ def calibrate_kv_scales(
     for number, cache in caches.items():
         if not isinstance(cache, CudaLayerCache) or number >= len(decoder.spec.caches):  # those of a drafter
             continue
-        first, end = int(blocks[cache.group][0]), int(blocks[cache.group][-1]) + 1
+        first = int(blocks[cache.group][0])
+        end = int(blocks[cache.group][-1]) + 1
         for scale, observed in zip((cache.k_scale, cache.v_scale), arrays_of(plain[number])):
             assert scale is not None, "only an 8-bit cache has scales"
             largest = torch.finfo(cache.keys.dtype).max

@@ -67,7 +67,10 @@ class TorchCudaPooling:
         device: Device,
         profiler: ProfilerConfig | None = None,
     ) -> None:
-        self.spec, self.limits, self.dtype, self.device = spec, limits, dtype, device
+        self.spec = spec
+        self.limits = limits
+        self.dtype = dtype
+        self.device = device
         self._stream: DeviceStream = make_stream(device)
         self.tracer: TorchTracer | None = None
         if profiler is not None:
@@ -92,7 +95,9 @@ class TorchCudaPooling:
 
     def _loaded(self, weights: Iterable[Weight]) -> tuple[PoolPrompts, int]:
         """Return the model and its bytes."""
-        spec, device, max_len = self.spec, self.device, self.limits.max_model_len
+        spec = self.spec
+        device = self.device
+        max_len = self.limits.max_model_len
         assert spec.pooler is not None, "the model must have a pooler"
         if isinstance(spec, TransformersSpec):
             from pagoda.backends.reference.model.transformers.pooling import TransformersPooler

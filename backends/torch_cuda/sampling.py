@@ -66,7 +66,9 @@ class TokenHistory:
         self.always = always
         self.none = torch.zeros((1, max_len + 1), dtype=torch.int32, device=device.torch)  # as wide, for kernels' sake
         self.tokens: Tensor | None = None  # int32 [rows + 1, max_len + 1]
-        self._shape, self._device, self._comm = (max_rows + 1, max_len + 1), device, comm
+        self._shape = (max_rows + 1, max_len + 1)
+        self._device = device
+        self._comm = comm
         if always:
             self.tokens = self.none.new_zeros(self._shape)
 
@@ -131,7 +133,10 @@ class CudaSampler:
         guesses: bool = False,
     ) -> None:
         """`guesses`: a drafter on the device guesses the drafts. `comm`: of the ranks that sample the same tokens."""
-        self.vocab, self.device, self.options, self.max_drafts = vocab, device, options, max_drafts
+        self.vocab = vocab
+        self.device = device
+        self.options = options
+        self.max_drafts = max_drafts
         self.rows = RowTable(max_rows)
         self._dense: WeakKeyDictionary[LogitEdits, Tensor] = WeakKeyDictionary()
         self._batch = LogitsBatch.of(options, params_of)
@@ -164,7 +169,8 @@ class CudaSampler:
         reads = self.kept.always or start.rules.reads_history
         if reads and (reason := self.kept.allocate()) is not None:
             self._refused[start.row] = reason
-            start, reads = replace(start, rules=replace(start.rules, **NO_HISTORY)), False
+            start = replace(start, rules=replace(start.rules, **NO_HISTORY))
+            reads = False
         self.rows.start(start, self.vocab)
         self._reads_history[start.row] = reads
         if reads:
@@ -258,9 +264,12 @@ class CudaSampler:
         fetch = self._fetch(selected, sampled_tokens, max(best for _, _, best in counts), stream)
 
         def wait() -> dict[int, TokenLogprobs]:
-            every, at, blocks = fetch(), 0, {}
+            every = fetch()
+            at = 0
+            blocks = {}
             for sequence, count, best in counts:
-                own, columns = slice(at, at + count), slice(1 + best)
+                own = slice(at, at + count)
+                columns = slice(1 + best)
                 blocks[sequence] = TokenLogprobs(
                     every.token_ids[own, columns], every.logprobs[own, columns], every.ranks[own]
                 )
@@ -294,8 +303,10 @@ class CudaSampler:
         width: int,
         packed: Tensor | None,
     ) -> None:
-        seqs, use_kernel = len(logits), self.device.use_kernels
-        penalised, edited = sampled.where("penalised"), sampled.where("edited")
+        seqs = len(logits)
+        use_kernel = self.device.use_kernels
+        penalised = sampled.where("penalised")
+        edited = sampled.where("edited")
         shift: Tensor | None = None
         if self.max_drafts and (penalised or edited):
             assert packed is not None, "for an engine with drafts"
@@ -308,7 +319,8 @@ class CudaSampler:
             for edits, indices in dense_additions(edited):
                 logits[self._send(indices)] += self._dense_values(edits, logits.shape[1])
             for words, heads in banned_words(edited, seqs):
-                packed_words, packed_heads = self._send(words), self._send(heads)
+                packed_words = self._send(words)
+                packed_heads = self._send(heads)
                 if shift is not None:
                     packed_heads[2] -= _shift_of_heads(shift, packed_words, packed_heads)
                 edit_logits.ban_words(logits, self.history, packed_words, packed_heads, use_kernel=use_kernel)
@@ -344,7 +356,8 @@ class CudaSampler:
             (self.rows[row], row_tokens[:known].tolist())
             for row, row_tokens, known in zip(sampled.rows.tolist(), tokens, sampled.ends.tolist())
         ]
-        edited, failed = logits[indices], dict[int, str]()
+        edited = logits[indices]
+        failed = dict[int, str]()
         if self.options.processors:
             on_host = edited.cpu()
             failed = edit_rows(self.options.processors, on_host.numpy(), sequences)
@@ -410,7 +423,8 @@ def shifted_rules(packed: Tensor, rejected: Tensor) -> CudaSamplingRules:
 
     Positions of padding that a graph is captured with may be below 0 and become 0.
     """
-    rules, shift = CudaSamplingRules.unpack(packed), rejected.index_select(0, packed[7])
+    rules = CudaSamplingRules.unpack(packed)
+    shift = rejected.index_select(0, packed[7])
     return replace(rules, positions=(rules.positions - shift).clamp_(min=0), keys=mix(rules.keys - shift))
 
 
@@ -425,7 +439,8 @@ def accept_drafts(tokens: Tensor, packed: Tensor, drafts: Tensor, newest: RowTok
 
     Write the last token and the number of rejected drafts of each row. packed int32 [9, R] of `pack_with_drafts`.
     """
-    sampled, drafts = tokens.view(-1, width), drafts.reshape(-1, width)
+    sampled = tokens.view(-1, width)
+    drafts = drafts.reshape(-1, width)
     accepted = (sampled == drafts)[:, :-1].cumprod(1).sum(1, keepdim=True)
     rows = packed[0, ::width].long()
     newest.last[rows] = sampled.gather(1, accepted)[:, 0]

@@ -52,7 +52,8 @@ def detect(kind: Kind, world_size: int = 1, *, pci: Path = PCI) -> Platform:
         memory, name = _tpu(pci) if kind == "tpu" else _gpu() if kind == "cuda" else _cpu()
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         logger.debug("detection of the %s failed (%s); using generic defaults", kind, error)
-        memory, name = 0, ""
+        memory = 0
+        name = ""
     return Platform(kind, memory, name, world_size)
 
 
@@ -160,7 +161,8 @@ def resolve_limits(
 
     Raise ConfigError naming the flag and a value that works.
     """
-    scheduler, cache = config.scheduler, config.cache
+    scheduler = config.scheduler
+    cache = config.cache
     max_len = _max_len(config, model)
     if model.pools:
         chunked, caching = (ResolvedRow(name, False, "model", _POOLS) for name in (_CHUNKED_PREFILL, _PREFIX_CACHING))
@@ -207,7 +209,8 @@ def resolve_limits(
 
 
 def _max_len(config: EngineConfig, model: ModelLimits) -> int:
-    length, source = config.model.max_model_len, model.max_len_source
+    length = config.model.max_model_len
+    source = model.max_len_source
     if length is None or length <= model.max_len:
         return length or model.max_len
     if not model.extensible or not config.model.allow_long_max_model_len:
@@ -242,12 +245,15 @@ def _feature(name: str, configured: bool | None, supported: bool, platform: Plat
 
 
 def _tokens(config: EngineConfig, defaults: BatchDefaults, max_len: int, may_exceed_budget: bool) -> tuple[int, str]:
-    configured, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs or defaults.seqs
+    configured = config.scheduler.max_num_batched_tokens
+    seqs = config.scheduler.max_num_seqs or defaults.seqs
     if configured is not None:
         return configured, ""
-    tokens, reason = defaults.tokens, ""
+    tokens = defaults.tokens
+    reason = ""
     if not may_exceed_budget and max_len > tokens:
-        tokens, reason = max_len, f"max_model_len, above the default {defaults.tokens}, without chunked prefill"
+        tokens = max_len
+        reason = f"max_model_len, above the default {defaults.tokens}, without chunked prefill"
     if seqs * max_len < tokens:
         tokens, reason = seqs * max_len, f"max_num_seqs * max_model_len, below the default {tokens}"
     return tokens, reason

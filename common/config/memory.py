@@ -104,7 +104,8 @@ def _mounts(proc: Path) -> Iterator[tuple[str, Path, _Files]]:
     """Yield (root inside the hierarchy, mount point, files) of each mounted memory controller."""
     for line in _lines(proc / "self/mountinfo"):
         mount, _, system = line.partition(" - ")
-        words, kind = mount.split(), system.split()
+        words = mount.split()
+        kind = system.split()
         if len(words) < 5 or len(kind) < 3:
             continue
         if kind[0] == "cgroup2":

@@ -315,7 +315,8 @@ def merge_layers(table: Mapping[str, Setting], *layers: Mapping[str, Sourced]) -
 def _map_deprecated(table: Mapping[str, Setting], layer: Mapping[str, Sourced]) -> dict[str, Sourced]:
     mapped = dict(layer)
     for name, old in layer.items():
-        maps_to, flag = table[name].option.maps_to, table[name].flag
+        maps_to = table[name].option.maps_to
+        flag = table[name].flag
         if maps_to is None or old.value == table[name].default:
             continue
         for replacement, value in maps_to(old.value).items():
@@ -421,7 +422,8 @@ def _read_yaml(path: str) -> dict[Any, Any]:
         raise ConfigError("--config", "the file name is empty; use --config FILE.yaml")
     try:
         text = Path(path).read_text(encoding="utf-8")
-        root, content = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        content = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("--config", f"{path}: {getattr(error, 'strerror', None) or error}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:

@@ -97,7 +97,8 @@ def chips_env(
 
     Raises ConfigError if the chips cannot be divided so.
     """
-    flag, (count, rest) = "--data-parallel-size", divmod(devices, chips[0].devices)
+    flag = "--data-parallel-size"
+    count, rest = divmod(devices, chips[0].devices)
     if rest:
         raise ConfigError(
             flag,

@@ -48,7 +48,8 @@ class FollowingBackend(RankBackend):
 
     def __init__(self, backend: Backend, leader: Peer, leave: Callable[[], None]) -> None:
         super().__init__(backend)
-        self._leader, self._leave = leader, leave
+        self._leader = leader
+        self._leave = leave
         self._ended_by_leader = self._closed = False
 
     def watch(self, on_loss: OnLoss) -> None:

@@ -279,7 +279,8 @@ def _gather(
 
 
 def _join(parallel: ParallelConfig, fingerprint: HostFingerprint, wait: float, token: str) -> Peer:
-    name, address = host_name(0, parallel.master_addr), f"{parallel.master_addr}:{parallel.master_port}"
+    name = host_name(0, parallel.master_addr)
+    address = f"{parallel.master_addr}:{parallel.master_port}"
     with contextlib.ExitStack() as opened:
         connection = opened.enter_context(_connect(parallel, wait))
         try:
@@ -324,7 +325,9 @@ def _received(connection: socket.socket, kind: type[MessageT], seconds: float) -
 
 def _connect(parallel: ParallelConfig, wait: float) -> socket.socket:
     """Return a connection to host 0, which may start later than this host."""
-    address, deadline, logged = f"{parallel.master_addr}:{parallel.master_port}", time.monotonic() + wait, ""
+    address = f"{parallel.master_addr}:{parallel.master_port}"
+    deadline = time.monotonic() + wait
+    logged = ""
     while True:
         try:
             connection = socket.create_connection((parallel.master_addr, parallel.master_port), _CONNECT_SECONDS)

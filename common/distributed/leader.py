@@ -62,7 +62,8 @@ class PeerFailure:
         with self._lock:
             if self._cause is not None:
                 return False
-            self._cause, on_loss = failure, self._on_loss
+            self._cause = failure
+            on_loss = self._on_loss
         self._known.set()
         if on_loss is not None:
             on_loss(failure)
@@ -71,7 +72,8 @@ class PeerFailure:
     def watch(self, on_loss: OnLoss) -> None:
         """Call `on_loss` from another thread on the first failure; at once if there was one."""
         with self._lock:
-            self._on_loss, cause = on_loss, self._cause
+            self._on_loss = on_loss
+            cause = self._cause
         if cause is not None:
             on_loss(cause)
 
@@ -156,9 +158,13 @@ class LeadingBackend(RankBackend):
         release: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(backend)
-        self._followers, self._name = followers, name
-        self._leave, self._abandon, self._release = leave, abandon, release
-        self._failure, self._grace = PeerFailure(), max(peer.grace for peer in followers)
+        self._followers = followers
+        self._name = name
+        self._leave = leave
+        self._abandon = abandon
+        self._release = release
+        self._failure = PeerFailure()
+        self._grace = max(peer.grace for peer in followers)
         for peer in followers:
             peer.watch(self._lose)
 
@@ -174,7 +180,8 @@ class LeadingBackend(RankBackend):
         for name, count in counts.items():
             agreed = tuple(map(min, count, plan.num_blocks))
             if agreed != plan.num_blocks:
-                held, own = per_pool(count), per_pool(plan.num_blocks)
+                held = per_pool(count)
+                own = per_pool(plan.num_blocks)
                 logger.info("%s can hold %s KV blocks, %s %s", name, held, self._name, own)
                 plan = replace(plan, num_blocks=agreed)
         self._broadcast(AgreedBlocks(plan.num_blocks))
@@ -231,7 +238,8 @@ class LeadingBackend(RankBackend):
 
         While an error is being handled, or after a peer failed, the followers receive it as the reason.
         """
-        followers, self._followers = self._followers, ()
+        followers = self._followers
+        self._followers = ()
         reason = current_error() or str(self._failure.cause() or "")
         for peer in followers:
             peer.end(reason)
@@ -283,7 +291,8 @@ def _parts(weights: AdapterWeights) -> Iterator[AdapterWeights]:
         num_bytes = matrix.a.nbytes + matrix.b.nbytes
         if part and size + num_bytes > ADAPTER_BYTES:
             yield AdapterWeights(weights.rank, part)
-            part, size = {}, 0
+            part = {}
+            size = 0
         part[name] = matrix
         size += num_bytes
     yield AdapterWeights(weights.rank, part)

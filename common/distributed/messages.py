@@ -325,9 +325,12 @@ class Peer:
         grace: float = GRACE_SECONDS,
         exit_status: Callable[[], str] = lambda: "",
     ) -> None:
-        self.name, self.grace, self._exit_status = name, grace, exit_status
+        self.name = name
+        self.grace = grace
+        self._exit_status = exit_status
         self.ending = False  # this side has sent End
-        self._connection, self._sending = connection, threading.Lock()
+        self._connection = connection
+        self._sending = threading.Lock()
         self._inbox: queue.SimpleQueue[Message | EngineDeadError] = queue.SimpleQueue()
         self._listening = threading.Lock()
         self._on_loss: OnLoss | None = None

@@ -407,7 +407,9 @@ class Sleeper:
     def __init__(
         self, backend: SleepingBackend, core: EngineCore, read_weights: Callable[[], Iterable[Weight]]
     ) -> None:
-        self._backend, self._core, self._read_weights = backend, core, read_weights
+        self._backend = backend
+        self._core = core
+        self._read_weights = read_weights
         self._asleep: tuple[str, ...] = ()
         self._level = 0
 
@@ -433,7 +435,8 @@ class Sleeper:
                 self._backend.sleep(level)
             except MemoryError as error:
                 raise SleepError(f"the engine stays awake: {error}") from error
-        self._asleep, self._level = SLEEP_TAGS, level
+        self._asleep = SLEEP_TAGS
+        self._level = level
 
     def wake_up(self, tags: Iterable[str]) -> None:
         """Restore parts; those that are awake stay so. Raises SleepError if one fails, which stays offloaded."""

@@ -180,7 +180,8 @@ def _params(drafter: DrafterSpec) -> Iterator[Param]:
 
 
 def _feature_params(drafter: FeatureDrafter) -> Iterator[Param]:
-    model, inputs = drafter.model, drafter.inputs
+    model = drafter.model
+    inputs = drafter.inputs
     table = model.embedding.width or model.width
     if isinstance(inputs, JoinedInputs):
         yield from norm_params("inputs.embed_norm", inputs.embed_norm, model.width)

@@ -353,7 +353,8 @@ def rope_per_layer_type(
         "full_attention": config.opt("rope_theta", float, full),
         "sliding_attention": config.opt("rope_local_base_freq", float, sliding),
     }
-    parameters, legacy = config.section("rope_parameters"), config.section("rope_scaling")
+    parameters = config.section("rope_parameters")
+    legacy = config.section("rope_scaling")
     sections = {kind: parameters.section(kind) if parameters else None for kind in thetas}
     if parameters is not None:
         parameters.finish()
@@ -405,7 +406,8 @@ def _rope(config: HfConfig, section: HfConfig | None, head_dim: int, theta: floa
         section.expect("type", "dynamic")
         section.expect("rope_type", "dynamic")
         section.ignore("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        scaling, theta = None, theta * section.need("alpha", float) ** (dim / (dim - 2))
+        scaling = None
+        theta = theta * section.need("alpha", float) ** (dim / (dim - 2))
     else:
         scaling = _scaling(config, section, dim)
     section.finish()
@@ -444,7 +446,8 @@ def _scaling(config: HfConfig, section: HfConfig, dim: int) -> RopeScaling | Non
 
 def _yarn(section: HfConfig, positions: int, original: int) -> YarnScaling:
     factor = section.opt("factor", float, positions / original)
-    mscale, all_dim = section.opt("mscale", float, 0.0), section.opt("mscale_all_dim", float, 0.0)
+    mscale = section.opt("mscale", float, 0.0)
+    all_dim = section.opt("mscale_all_dim", float, 0.0)
     suggested = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, all_dim) if mscale and all_dim else None
     section.ignore("finetuned")
     return YarnScaling(

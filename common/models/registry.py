@@ -359,7 +359,8 @@ def spec_from_config(config: Mapping[str, Any]) -> tuple[ModelSpec, Family]:
         raise ModelError(f"architecture {architecture} only pools, it generates no text; use --runner pooling, or auto")
     reader = HfConfig(text.config, path=text.path)
     with reading("config.json", _CONFIG_REMEDY):
-        spec, family = family.build(reader), family.configured(reader)
+        spec = family.build(reader)
+        family = family.configured(reader)
         reader.finish()
     if not all(mixer.causal for mixer in spec.mixers):
         raise ModelError(f"architecture {architecture} attends to later tokens, so it cannot generate text")
@@ -401,10 +402,13 @@ def pooling_spec(
     family, _ = find(architecture_of(text.config))
     reader = HfConfig({**text.config, **text_keys(config)}, path=text.path)
     with reading("config.json", _CONFIG_REMEDY):
-        spec, family = family.build(reader), text.family(family.configured(reader))
-        pooler, rules = family.pooler(reader, use), family.pooler_rules
+        spec = family.build(reader)
+        family = text.family(family.configured(reader))
+        pooler = family.pooler(reader, use)
+        rules = family.pooler_rules
         if use in ("classify", "token_classify") and (tokens := TokenClassifier.of(reader)) is not None:
-            pooler, rules = tokens.pooler(pooler), tokens.rules(family, tied=spec.tied)
+            pooler = tokens.pooler(pooler)
+            rules = tokens.rules(family, tied=spec.tied)
         reader.finish()
     if modules is not None and use == "embed":
         heads = tuple(rule for rule in rules if isinstance(rule, Rename) and rule.target.startswith(_TOKEN_HEADS))

@@ -137,10 +137,13 @@ def _yarn(rope: Rope, scaling: YarnScaling) -> Float64:
         """Fractional index of the pair that makes `rotations` rotations within the trained context."""
         return rope.dim * math.log(scaling.original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = pair_at(scaling.beta_fast), pair_at(scaling.beta_slow)
+    low = pair_at(scaling.beta_fast)
+    high = pair_at(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rope.dim - 1)
     width = high - low if high != low else 0.001  # avoids a division by zero
     interpolate: Float64 = np.clip((np.arange(rope.dim // 2) - low) / width, 0.0, 1.0)
     frequencies = _plain(rope.theta, rope.dim)

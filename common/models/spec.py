@@ -124,7 +124,8 @@ class Moe:
         assert self.expert.learned is None, "experts have no learned activation"
         if self.weighs_input and self.router.top_k != 1:
             raise ModelError(f"weighted inputs of {self.router.top_k} experts per token are not supported, only of one")
-        available, groups = self.experts, self.router.groups
+        available = self.experts
+        groups = self.router.groups
         if groups is not None:
             size = self.experts // groups.count
             least = 2 if groups.rank_by == "best_two" else 1
@@ -412,7 +413,8 @@ class ModelSpec:
             return
         assert self.alt_up is None, "a block reads the only residual stream"
         assert self.per_layer is None, "layers read the embedding, or a part of one for each layer"
-        shares, owner = f"layer {index} shares the weights of layer {layer.block.weights_of}", layer.block.weights_of
+        shares = f"layer {index} shares the weights of layer {layer.block.weights_of}"
+        owner = layer.block.weights_of
         if not 0 <= owner <= index or (first := self.layers[owner].block) is None:
             raise ModelError(f"{shares}, which does not come before it or has no input block")
         adapted = replace(layer.block, adapter_rank=first.adapter_rank)

@@ -12,7 +12,8 @@ from pagoda.common.models.spec import Classifier, Pooler
 
 KEY: Final = "classifier_from_token"
 _KEYS: Final = (KEY, "method", "is_original_qwen3_reranker")
-_DIFFERENCE, _LOGITS = "from_2_way_softmax", "no_post_processing"
+_DIFFERENCE = "from_2_way_softmax"
+_LOGITS = "no_post_processing"
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,8 @@ class Aggregate(Collector):
     """
 
     def __init__(self, processes: Sequence[Iterable[FamilySnapshot]], engine: Collection[str]) -> None:
-        self._processes, self._engine = processes, engine
+        self._processes = processes
+        self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, FamilySnapshot] = {}

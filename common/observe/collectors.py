@@ -191,7 +191,10 @@ class StatsCollector(Collector):
         self, model_name: str, replicas: int, state: Callable[[], tuple[EngineStats, int]], max_loras: int = 0
     ) -> None:
         """`max_loras`: LoRA adapters that a batch may use."""
-        self._model_name, self._replicas, self._state, self._max_loras = model_name, replicas, state, max_loras
+        self._model_name = model_name
+        self._replicas = replicas
+        self._state = state
+        self._max_loras = max_loras
 
     def collect(self) -> Iterator[Metric]:
         stats, sleep_level = self._state()
@@ -246,7 +249,8 @@ class FormerName(Collector):
     """A metric under the name that it had in earlier versions of vLLM, which their dashboards use."""
 
     def __init__(self, name: str, current: Collector) -> None:
-        self._name, self._current = name, current
+        self._name = name
+        self._current = current
 
     def collect(self) -> Iterator[Metric]:
         for family in self._current.collect():

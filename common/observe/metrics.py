@@ -311,7 +311,9 @@ class _Histogram(Collector):
     """
 
     def __init__(self, name: str, help: str, bounds: tuple[float, ...]) -> None:
-        self._name, self._help, self._bounds = name, help, bounds
+        self._name = name
+        self._help = help
+        self._bounds = bounds
         self._series: dict[tuple[str, ...], _HistogramSeries] = {}
 
     def labels(self, *labels: str) -> _HistogramSeries:

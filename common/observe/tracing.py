@@ -125,7 +125,9 @@ class Tracer:
         span.end(_nanoseconds(end + offset))
 
     def _attributes(self, request: RequestTrace, end: float) -> dict[str, str | int | float | list[str]]:
-        scheduled, first, last = request.scheduled, request.first_token, request.last_token
+        scheduled = request.scheduled
+        first = request.first_token
+        last = request.last_token
         values: dict[str, str | int | float | list[str] | None] = {
             "gen_ai.response.model": self._model,
             "gen_ai.request.id": request.request_id,

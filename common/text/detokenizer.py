@@ -102,7 +102,8 @@ class Detokenizer:
         return safe
 
     def _flush(self, length: int) -> str:
-        text, self._pending = self._pending[:length], self._pending[length:]
+        text = self._pending[:length]
+        self._pending = self._pending[length:]
         return self._emit(text)
 
     def _emit(self, text: str) -> str:
@@ -213,7 +214,8 @@ class ByteStream:
         return self._decoder.decode(b"", True)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        table, skipped = self._table, self._skipped
+        table = self._table
+        skipped = self._skipped
         data = b"".join([table[token] for token in token_ids if token not in skipped])
         if self._at_start and data:
             self._at_start = False
@@ -245,9 +247,11 @@ class WindowStream:
 
     def peek(self, token_id: int) -> str:
         """Return the text that a token would complete if it were the next."""
-        window, read = list(self._window), self._read
+        window = list(self._window)
+        read = self._read
         text = self._push(token_id)
-        self._window, self._read = window, read
+        self._window = window
+        self._read = read
         return text
 
     def finish(self) -> str:
@@ -258,7 +262,8 @@ class WindowStream:
         if self._skip and token_id in self._tokenizer.special_ids:
             return ""
         self._window.append(token_id)
-        before, after = self._text(self._window[: self._read]), self._text(self._window)
+        before = self._text(self._window[: self._read])
+        after = self._text(self._window)
         unread = len(self._window) - self._read
         if unread < MAX_WINDOW and (len(after) <= len(before) or after.endswith(REPLACEMENT)):
             return ""

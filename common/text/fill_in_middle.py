@@ -57,7 +57,8 @@ def fill_prompt(
     tokenizer: Tokenizer, form: FillFormat, prefix: str | list[int], suffix: str, *, adds_bos: bool
 ) -> list[int]:
     """Return the token ids of a prompt to fill in. `adds_bos`: start with the token that starts every text."""
-    start, between = _id(tokenizer, form.prefix), _id(tokenizer, form.suffix)
+    start = _id(tokenizer, form.prefix)
+    between = _id(tokenizer, form.suffix)
     before = [start, *(tokenizer.encode(prefix, False) if isinstance(prefix, str) else prefix)]
     after = [between, *(_without_space(tokenizer, suffix) if form.drops_space else tokenizer.encode(suffix, False))]
     ids = [*after, *before] if form.suffix_first else [*before, *after]
@@ -88,5 +89,6 @@ _LEAD: Final = "☺"
 
 
 def _without_space(tokenizer: Tokenizer, text: str) -> list[int]:
-    lead, whole = tokenizer.encode(_LEAD, False), tokenizer.encode(_LEAD + text, False)
+    lead = tokenizer.encode(_LEAD, False)
+    whole = tokenizer.encode(_LEAD + text, False)
     return whole[len(lead) :] if whole[: len(lead)] == lead else tokenizer.encode(text, False)

@@ -88,15 +88,18 @@ class _HashedVocabulary:
             left = left[at]
             right = (self._hashes[union] - left) * self._inverse[length[at]]
             known = np.flatnonzero(self.ids.possible(right))
-            union, pair = union[known], (self.ids.of(left[known]), self.ids.of(right[known]))
+            union = union[known]
+            pair = (self.ids.of(left[known]), self.ids.of(right[known]))
             known = np.flatnonzero((pair[0] >= 0) & (pair[1] >= 0))
             parts.append((union[known], pair[0][known], pair[1][known]))
         return _Splits(*(np.concatenate(column) for column in zip(*parts)))
 
     def _prefixes(self, chunk: slice) -> tuple[Array, Array, Array]:
         """For each character of some tokens: length and hash of the part before it; hashes of the whole tokens."""
-        sizes, first = self.lengths[chunk], self._starts[chunk]
-        begin, end = first[0], self._ends[chunk][-1]
+        sizes = self.lengths[chunk]
+        first = self._starts[chunk]
+        begin = first[0]
+        end = self._ends[chunk][-1]
         length = np.arange(end - begin) - np.repeat(first - begin, sizes)
         terms = self._power[length]
         terms *= self._text[begin:end] + np.uint64(1)
@@ -127,7 +130,8 @@ class _UsedSplits:
 
     def __init__(self, vocabulary: _HashedVocabulary, splits: _Splits, rank: Array, mergeable: Array) -> None:
         """`rank`: of each token, in the order of merging."""
-        self._vocabulary, self._splits = vocabulary, splits
+        self._vocabulary = vocabulary
+        self._splits = splits
         self._lengths = vocabulary.lengths
         self._merged = np.where(self._lengths > 1, rank, np.int32(-1))
         self._across = np.append(np.where(mergeable, rank, _NEVER), np.int32(_NEVER))  # the last: no token
@@ -136,7 +140,8 @@ class _UsedSplits:
 
     def found(self) -> _Splits:
         """Return one split per token; all of them if parts of a token are merged after it, or it has several."""
-        every, size = self._splits, len(self._lengths)
+        every = self._splits
+        size = len(self._lengths)
         self._left, self._right = (np.arange(size) for _ in range(2))
         lengths = self._lengths[every.union]
         by_length = np.argsort(lengths.astype(np.min_scalar_type(lengths.max(initial=0))), kind="stable")
@@ -149,22 +154,34 @@ class _UsedSplits:
     def _level(self, index: Array) -> Array:
         """Return the indices of used splits among those of tokens of one length, and record them."""
         every = self._splits
-        union, left, right = every.union[index], every.left[index], every.right[index]
+        union = every.union[index]
+        left = every.left[index]
+        right = every.right[index]
         kept = np.flatnonzero(self._known[left] & self._known[right])
-        index, union, left, right = index[kept], union[kept], left[kept], right[kept]
+        index = index[kept]
+        union = union[kept]
+        left = left[kept]
+        right = right[kept]
         chosen = []
         while len(index):
             alone = _occur_once(union) | (np.maximum(self._merged[left], self._merged[right]) < 0)
             chosen.append(index[alone])
             self._known[union[alone]] = True
             kept = np.flatnonzero(~self._known[union])
-            index, union, left, right = index[kept], union[kept], left[kept], right[kept]
+            index = index[kept]
+            union = union[kept]
+            left = left[kept]
+            right = right[kept]
             left, right, limit = self._undo(left, right)
             kept = np.flatnonzero(~self._merges_before(limit, left, right))
-            index, union, left, right = index[kept], union[kept], left[kept], right[kept]
+            index = index[kept]
+            union = union[kept]
+            left = left[kept]
+            right = right[kept]
         used = np.concatenate(chosen) if chosen else index
         union = every.union[used]
-        self._left[union], self._right[union] = every.left[used], every.right[used]
+        self._left[union] = every.left[used]
+        self._right[union] = every.right[used]
         return used
 
     def _undo(self, left: Array, right: Array) -> tuple[Array, Array, Array]:
@@ -172,7 +189,8 @@ class _UsedSplits:
 
         A merge across the border comes first if its rank is lower: of equal ones the leftmost is first.
         """
-        of_left, of_right = self._merged[left], self._merged[right]
+        of_left = self._merged[left]
+        of_right = self._merged[right]
         undone = of_left > of_right
         limit = np.where(undone, of_left, of_right + 1)
         return np.where(undone, self._right[left], left), np.where(undone, right, self._left[right]), limit

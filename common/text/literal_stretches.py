@@ -81,7 +81,8 @@ def stretches_of(
             if returned < begin:
                 yield Stretch(returned, begin)
             yield Stretch(begin, start, tuple(found))
-            returned, found = start, []
+            returned = start
+            found = []
         begin = end
     if returned < len(text):
         yield Stretch(returned, len(text))

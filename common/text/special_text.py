@@ -134,7 +134,8 @@ class _Markers:
     def found(self, rendered: str) -> list[_Found]:
         """Return the special tokens of a rendering and its markers, in order."""
         names = {marker: text for text, marker in self._kinds.items()}
-        found, start = [], 0
+        found = []
+        start = 0
         for marker in self._marker.finditer(rendered):
             between = rendered[start : marker.start()]
             found += [_Found(match[0], False) for match in self._pattern.finditer(between)]
@@ -147,9 +148,13 @@ class _Markers:
         texts = _texts(parts)
         joined = "".join(text for _, text in texts)
         spans = [match.span() for match in self._pattern.finditer(joined)]
-        marked, at, next_span = list(parts), 0, 0
+        marked = list(parts)
+        at = 0
+        next_span = 0
         for index, text in texts:
-            end, pieces, start = at + len(text), [], at
+            end = at + len(text)
+            pieces = []
+            start = at
             while next_span < len(spans) and spans[next_span][0] < end:
                 first, last = spans[next_span]
                 pieces.append(joined[start : max(start, first)])

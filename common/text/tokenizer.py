@@ -294,7 +294,8 @@ class Tokenizer:
         """
         assert self.special_pattern is not None
         for stretch in stretches_of(text, self.special_pattern, frozenset(literal), *self._takes_space):
-            start, end = stretch.start, stretch.end
+            start = stretch.start
+            end = stretch.end
             if not stretch.literal:
                 yield _EncodedPart(start, _encoding(self.backend, text[start:end], offsets=offsets))
                 continue
@@ -396,7 +397,8 @@ def _read(source: str | Path, revision: str | None, token: str | None, download_
 
 def _highest_id(backend: tokenizers.Tokenizer) -> int:
     """Return the largest id but of added tokens, -1 if there is none."""
-    size, token_of = backend.get_vocab_size(with_added_tokens=False), backend.model.id_to_token
+    size = backend.get_vocab_size(with_added_tokens=False)
+    token_of = backend.model.id_to_token
     if all(token_of(index) is not None for index in range(size)):
         return size - 1
     return max(backend.get_vocab(with_added_tokens=False).values(), default=-1)  # takes several times as long
@@ -497,7 +499,8 @@ def pre_truncate(
     """
     if len(text) <= UNMEASURED_CHARS:
         return text
-    wanted, limit = tokens + _MARGIN_TOKENS, _max_characters(tokens, chars_per_token)
+    wanted = tokens + _MARGIN_TOKENS
+    limit = _max_characters(tokens, chars_per_token)
     counted = size = 0
     while counted < wanted:
         if size >= len(text):

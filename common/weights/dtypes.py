@@ -28,7 +28,8 @@ FLOAT8_E8M0FNU: Final = _opaque("float8_e8m0fnu", "u1")
 def _float8_values() -> npt.NDArray[np.float32]:
     """Return the value of each float8_e4m3fn, by its bits."""
     bits = np.arange(256)
-    exponent, mantissa = bits >> 3 & 15, bits & 7
+    exponent = bits >> 3 & 15
+    mantissa = bits & 7
     values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
     values[[0x7F, 0xFF]] = np.nan
     return np.where(bits & 0x80, -values, values).astype(np.float32)

@@ -118,7 +118,8 @@ _ROWS_COMPARED: Final = 1024  # at a time: no copy of a table of gigabytes
 
 def _check_equal(*, embed: tuple[str, Value], head: tuple[str, Value]) -> None:
     """Raise WeightError unless two tensors, each with its name, have the same values. Rows of zeros may follow."""
-    (embed_name, table), (head_name, values) = embed, head
+    embed_name, table = embed
+    head_name, values = head
     how = "is quantised apart"
     if not isinstance(table, QuantizedTensor) and not isinstance(values, QuantizedTensor):
         if _equal(table, values):
@@ -145,7 +146,8 @@ def check_names(
     rules: Sequence[Rule], params: Mapping[str, Param], names: Iterable[str], ignored: Sequence[str] = ()
 ) -> None:
     """Raise WeightError for tensor names that `apply_rules` refuses; shapes are not looked at."""
-    index, filled = _index(rules), set[str]()
+    index = _index(rules)
+    filled = set[str]()
     parts: dict[str, set[int]] = {}
     for name in sorted(names):
         match = _match(index, name, params)
@@ -290,7 +292,8 @@ class _PartialStack:
     """A stacked parameter that is still missing parts."""
 
     def __init__(self, param: Param, source: str) -> None:
-        self._shape, self._source = param.shape, source
+        self._shape = param.shape
+        self._source = source
         self._missing = set(range(param.shape[0]))
         self._kind: tuple[str, tuple[int, ...]] | None = None  # of the parts, see `_kind`
         self._values: Array | None = None  # of dense parts
@@ -406,12 +409,15 @@ def _token_rows(name: str, tensor: Value, tokens: Sequence[int], difference: boo
 
 
 def _split(name: str, tensor: Value, rule: Split, parts: Sequence[Param]) -> Iterator[tuple[str, Value]]:
-    axis, groups = rule.axis, rule.quantised_pieces if isinstance(tensor, QuantizedTensor) else 1
+    axis = rule.axis
+    groups = rule.quantised_pieces if isinstance(tensor, QuantizedTensor) else 1
     groups = min(part.groups for part in parts) if rule.interleaved else groups
     total = sum(part.shape[axis] for part in parts)
     whole = (*parts[0].shape[:axis], total, *parts[0].shape[axis + 1 :])
     rows = _checked(name, tensor, rule.transpose, " + ".join(part.name for part in parts), whole)
-    before, period, begin = (slice(None),) * axis, total // groups, 0
+    before = (slice(None),) * axis
+    period = total // groups
+    begin = 0
     if rule.alternating:
         for first, part in enumerate(parts):
             yield part.name, rows[(*before, slice(first, None, len(parts)))]
@@ -478,7 +484,8 @@ def stored_schemes(
     rules: Sequence[Rule], params: Mapping[str, Param], stored: Mapping[str, Scheme]
 ) -> dict[str, Scheme]:
     """Return the scheme of each parameter that `apply_rules` yields in blocks. `stored`: of the tensors of blocks."""
-    index, schemes = _index(rules), dict[str, Scheme]()
+    index = _index(rules)
+    schemes = dict[str, Scheme]()
     for param, filling in sources(rules, params).items():
         for rule, full in filling:
             short = full.removeprefix(optional[1]) if (optional := _OPTIONAL.match(rule.source)) else full

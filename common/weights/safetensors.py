@@ -87,7 +87,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> No
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, array in tensors.items():
-        begin, end = end, end + array.nbytes
+        begin = end
+        end = end + array.nbytes
         header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
@@ -131,7 +132,8 @@ def _entry(where: str, value: object) -> _Entry:
     dtype = _DTYPES.get(str(value.get("dtype")))
     if dtype is None:
         raise WeightError(f"{where}: dtype {value.get('dtype')} is not supported; supported: {', '.join(_DTYPES)}")
-    shape, offsets = _sizes(value.get("shape")), _sizes(value.get("data_offsets"))
+    shape = _sizes(value.get("shape"))
+    offsets = _sizes(value.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
         raise WeightError(f"{where}: corrupt header (shape {value.get('shape')}, offsets {value.get('data_offsets')})")
     if prod(size or 1 for size in shape) * dtype.itemsize >= 1 << 63:  # whatever a size of 0 makes of it
@@ -154,7 +156,8 @@ def _sizes(value: object) -> tuple[int, ...] | None:
 
 
 def _check_extents(path: Path, entries: Mapping[str, _Entry], available: int, start: int) -> None:
-    position, previous = 0, "the header"
+    position = 0
+    previous = "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
             problem = "overlaps" if entry.begin < position else "leaves a hole after"
@@ -162,7 +165,8 @@ def _check_extents(path: Path, entries: Mapping[str, _Entry], available: int, st
                 f"{path}: corrupt header: tensor {name} at byte {entry.begin} {problem} {previous}, "
                 f"which ends at {position}"
             )
-        position, previous = entry.end, name
+        position = entry.end
+        previous = name
     if position > available:
         raise WeightError(
             f"{path}: truncated: expected {start + position} bytes, the file has {start + available}; download it again"

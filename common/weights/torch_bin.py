@@ -86,7 +86,8 @@ class TorchFile:
     def tensor(self, name: str) -> npt.NDArray[np.generic]:
         """Return one tensor, as a view of the mapped file if it is stored uncompressed."""
         tensor = self._tensors[name]
-        begin, itemsize = tensor.offset * tensor.dtype.itemsize, tensor.dtype.itemsize
+        begin = tensor.offset * tensor.dtype.itemsize
+        itemsize = tensor.dtype.itemsize
         storage = self._storage(tensor)
         if (storage.ctypes.data + begin) % itemsize:
             return tensor._replace(offset=0).array(storage[begin : tensor.extent].copy().data)

@@ -79,13 +79,15 @@ def select_blocks(
     """
     seq, position = batch.tokens(len(q))
     blocks = -(-batch.page_table.shape[1] * layout.page_size // rule.tokens)
-    larger, smaller = max(rule.tokens, layout.page_size), min(rule.tokens, layout.page_size)
+    larger = max(rule.tokens, layout.page_size)
+    smaller = min(rule.tokens, layout.page_size)
     if use_kernel and larger % smaller == 0 and 16 * rule.tokens >= larger:
         tile = 8 if decode_only else 64
         scores = block_scores(q, cache, layer, batch, layout, rule.tokens, tile, interpret=interpret, chip=chip)
     else:
         scores = _scores_reference(q, cache, layer, batch, layout, rule.tokens, seq)
-    number, own = jnp.arange(blocks), (position // rule.tokens)[:, None, None]
+    number = jnp.arange(blocks)
+    own = (position // rule.tokens)[:, None, None]
     scores = jnp.where(number > own, -jnp.inf, jnp.where(number > own - rule.local, jnp.inf, scores[..., :blocks]))
     best, chosen = jax.lax.top_k(scores, min(rule.top, blocks))
     return jnp.sort(jnp.where(best > -jnp.inf, chosen, blocks).astype(jnp.int32), axis=-1)
@@ -137,7 +139,8 @@ def attend_to_blocks(
     if not use_kernel or not whole or size % 8:
         return _attend_reference(q, cache, selected, layer, batch, layout, rule, knobs), cache
     sequences, lengths, tables, pages, unit = _as_sequences(q, cache, selected, batch, layout, rule, size)
-    out, count = [], batch.query_start[-1] * layout.kv_heads
+    out = []
+    count = batch.query_start[-1] * layout.kv_heads
     step = MAX_TABLE // tables.shape[1]
     for begin in range(0, len(sequences), step):
         part = slice(begin, begin + step)
@@ -188,8 +191,11 @@ def _as_sequences(
 
     A query has the heads of its unit, of which all but those of its own KV head are 0.
     """
-    (tokens, _, dim), unit = q.shape, replace(_unit(layout), page_size=size)
-    slots, per_block, per_page = unit.kv_heads, rule.tokens // size, layout.page_size // size
+    tokens, _, dim = q.shape
+    unit = replace(_unit(layout), page_size=size)
+    slots = unit.kv_heads
+    per_block = rule.tokens // size
+    per_page = layout.page_size // size
     units = layout.rows_per_token // unit.rows_per_token
     pages = cache.reshape(cache.shape[0], -1, unit.rows_per_token, size, cache.shape[-1])
     seq, position = batch.tokens(tokens)
@@ -287,7 +293,8 @@ class BlockAttentionArgs:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
         kv, index = self.layouts
-        ints, narrow = jnp.int32, jnp.bfloat16
+        ints = jnp.int32
+        narrow = jnp.bfloat16
         table = self.seqs, -(-self.context // self.page_size)
         batch: Any = (array(size, ints) for size in ((self.seqs + 1,), (self.seqs,), table, (2,)))
         return (

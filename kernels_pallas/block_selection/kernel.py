@@ -43,12 +43,16 @@ def block_scores(
 
     One of `size` and the page size divides the other. `tile`: tokens of a tile, a power of two.
     """
-    (tokens, heads, _), (_, max_pages) = q.shape, batch.page_table.shape
+    tokens, heads, _ = q.shape
+    _, max_pages = batch.page_table.shape
     page = layout.page_size
     larger = max(size, page)
     factor = max(1, min(MIN_BLOCKS * size // larger, MAX_PAGES * page // larger))
-    blocks, pages = factor * larger // size, factor * larger // page  # of a step
-    steps, tiles, rows = min(LANES // blocks, -(-max_pages // pages)), -(-tokens // tile), heads * tile
+    blocks = factor * larger // size  # of a step
+    pages = factor * larger // page
+    steps = min(LANES // blocks, -(-max_pages // pages))
+    tiles = -(-tokens // tile)
+    rows = heads * tile
     chunks = -(-max_pages * page // (LANES * size))
     everything = RecurrentBatch(
         batch.query_start,
@@ -62,12 +66,11 @@ def block_scores(
     last = jnp.maximum(batch.kv_len - 1, 0) // page
 
     def body(*refs: Any) -> None:
-        plan, (_, _, _, lengths), (q_ref, *keys_refs, out) = (
-            TileVisits(*refs[: len(VISIT_FIELDS)]),
-            refs[len(VISIT_FIELDS) : len(VISIT_FIELDS) + 4],
-            refs[len(VISIT_FIELDS) + 4 :],
-        )
-        visit, step = pl.program_id(1), pl.program_id(2)
+        plan = TileVisits(*refs[: len(VISIT_FIELDS)])
+        _, _, _, lengths = refs[len(VISIT_FIELDS) : len(VISIT_FIELDS) + 4]
+        q_ref, *keys_refs, out = refs[len(VISIT_FIELDS) + 4 :]
+        visit = pl.program_id(1)
+        step = pl.program_id(2)
 
         def clear() -> None:
             out[...] = jnp.zeros_like(out)
@@ -90,7 +93,8 @@ def block_scores(
 
     def page_index(number: int) -> Any:
         def index(chunk: Any, visit: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
-            sequence, (layer, table, last, _) = scalars[1][visit], scalars[len(VISIT_FIELDS) :]
+            sequence = scalars[1][visit]
+            layer, table, last, _ = scalars[len(VISIT_FIELDS) :]
             at = jnp.minimum((chunk * steps + step) * pages + number, last[sequence])
             return layer[0], table[sequence * max_pages + at], 0, 0, 0
 

@@ -65,7 +65,8 @@ def decode(
     rates = inputs.beta[..., None] * lanes, jnp.exp(inputs.decay)[..., None] * lanes
 
     def rule(keys: Arrays, values: Arrays, fixed: Arrays, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        (q, k), (v, beta, factor) = keys, values
+        q, k = keys
+        v, beta, factor = values
         return token_rule(q, k, v, beta, factor, state)
 
     parts = TokenInputs((inputs.q, inputs.k), (inputs.v, *rates))
@@ -79,7 +80,8 @@ def mixed(
     """Apply the rule to the other sequences -> [T, N, V], undefined for other tokens, and the states."""
     tokens, heads, width = inputs.v.shape
     key_heads, rows = inputs.k.shape[1:]
-    group, pad = heads // key_heads, -tokens % TILE
+    group = heads // key_heads
+    pad = -tokens % TILE
     slots = max(n for n in range(1, key_heads + 1) if key_heads % n == 0 and (n == 1 or n * group <= STEP_HEADS))
     visits, num_visits = tile_visits(batch, tokens, TILE)
     q, k, v = (jnp.pad(x, ((0, pad), (0, 0), (0, 0))).swapaxes(0, 1) for x in (inputs.q, inputs.k, inputs.v))
@@ -88,7 +90,8 @@ def mixed(
     columns = jnp.concatenate([beta, decay], 1).swapaxes(1, 2)  # [K, T, 2 group]
 
     def body(layer: Any, *refs: Any) -> None:
-        plan, arrays = TileVisits(*refs[: len(VISIT_FIELDS)]), refs[len(VISIT_FIELDS) :]
+        plan = TileVisits(*refs[: len(VISIT_FIELDS)])
+        arrays = refs[len(VISIT_FIELDS) :]
         MixedBody(group, exact, plan, *arrays).run()
 
     def tile_of(*block: int) -> pl.BlockSpec:
@@ -153,8 +156,10 @@ class MixedBody:
 
     def run(self) -> None:
         """Apply the rule to the sequence's tokens of the tile."""
-        visit, slots = pl.program_id(1), range(self.q.shape[0])
-        low, high = self.visits.low[visit], self.visits.high[visit]
+        visit = pl.program_id(1)
+        slots = range(self.q.shape[0])
+        low = self.visits.low[visit]
+        high = self.visits.high[visit]
 
         @pl.when(self.visits.start[visit] != 0)
         def _() -> None:

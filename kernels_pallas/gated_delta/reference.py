@@ -52,7 +52,8 @@ def _mixed(
 
     def sequence(s: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         out, states = carry
-        begin, end = batch.query_start[s], batch.query_start[s + 1]
+        begin = batch.query_start[s]
+        end = batch.query_start[s + 1]
         state = jnp.where(batch.is_first[s], 0, states[layer, batch.blocks[s]])
 
         def chunk(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -53,8 +53,10 @@ def chunk_rule(chunks: Sequence[KeyChunk], *, exact: bool) -> list[tuple[jax.Arr
     """
     size = len(chunks[0].q)
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    seen, before = column <= row, column < row
-    dot, heads = partial(multiply, exact=exact), [head for chunk in chunks for head in chunk.heads]
+    seen = column <= row
+    before = column < row
+    dot = partial(multiply, exact=exact)
+    heads = [head for chunk in chunks for head in chunk.heads]
     stacked = [(jnp.concatenate([chunk.q, chunk.k]), chunk.k) for chunk in chunks]
     shared = [(both, k, dot(both, k, ROWS)) for both, k in stacked]  # by all value heads of a key head
     rows = [each for each, chunk in zip(shared, chunks) for _ in chunk.heads]
@@ -99,7 +101,8 @@ def unit_lower_inverses(lowers: Sequence[jax.Array], *, exact: bool) -> list[jax
     [[1/A, 0], [-1/C B 1/A, 1/C]]. A series in powers of `lower` would need as many products, but its terms grow and
     cancel.
     """
-    shape, dot = lowers[0].shape, partial(multiply, exact=exact)
+    shape = lowers[0].shape
+    dot = partial(multiply, exact=exact)
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     inverses = [jnp.where(row == column, 1.0, 0.0)] * len(lowers)
     for level in range(shape[0].bit_length() - 1):
@@ -113,7 +116,8 @@ def unit_lower_inverses(lowers: Sequence[jax.Array], *, exact: bool) -> list[jax
     return inverses
 
 
-PLAIN, ROWS = ((1,), (0,)), ((1,), (1,))
+PLAIN = ((1,), (0,))
+ROWS = ((1,), (1,))
 """Contracted axes: of the product of two matrices, and of the rows of the first with those of the second."""
 
 
@@ -127,7 +131,8 @@ def multiply(
     """
     if exact:
         return _product(a, b, contract, "highest")
-    (a_high, a_low), (b_high, b_low) = split(a, 2), split(b, 2)
+    a_high, a_low = split(a, 2)
+    b_high, b_low = split(b, 2)
     small = _product(a_high, b_low, contract) + _product(a_low, b_high, contract)
     return _product(a_high, b_high, contract) + small
 

@@ -41,9 +41,11 @@ def grouped_matmul(
     """
     if isinstance(weights, QuantizedWeights):
         _check_quantized(rows, weights, transposed)
-        groups, inner = weights.numbers.shape[1], weights.inner
+        groups = weights.numbers.shape[1]
+        inner = weights.inner
     else:
-        groups, inner = weights.shape[1], weights.shape[4 if transposed else 3]
+        groups = weights.shape[1]
+        inner = weights.shape[4 if transposed else 3]
         if rows.dtype != weights.dtype or rows.dtype not in (jnp.bfloat16, jnp.float32):
             raise ValueError(f"rows are {rows.dtype} and weights {weights.dtype}, not both bfloat16 or both float32")
     if rows.ndim != 2 or rows.shape[1] != inner:
@@ -51,7 +53,8 @@ def grouped_matmul(
     if sizes.shape != (groups,):
         raise ValueError(f"sizes have shape {sizes.shape}, expected ({groups},)")
     out_dtype = jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
-    layer, sizes = jnp.asarray(layer, jnp.int32), sizes.astype(jnp.int32)
+    layer = jnp.asarray(layer, jnp.int32)
+    sizes = sizes.astype(jnp.int32)
     if not use_kernel:
         return reference(rows, weights, layer, sizes, transposed=transposed, out_dtype=out_dtype)
     return grouped_matmul_kernel(
@@ -149,7 +152,8 @@ class GroupedMatmulArgs:
             scales = struct((*stack, groups, self.outer), "float32")
             numbers = struct((*stack, self.inner // per_row, self.outer), stored)
             weights = QuantizedWeights(numbers, scales, scales if self.shifted else None, self.kind, scaled)
-        rows, sizes = struct((self.rows, self.inner), self.dtype), struct((self.groups,), "int32")
+        rows = struct((self.rows, self.inner), self.dtype)
+        sizes = struct((self.groups,), "int32")
         return rows, weights, struct((), "int32"), sizes
 
     @property

@@ -144,7 +144,8 @@ class MatmulKernelBody:
 
     def run(self) -> None:
         """Multiply one tile by one group's column block."""
-        column, visit = pl.program_id(0), pl.program_id(1)
+        column = pl.program_id(0)
+        visit = pl.program_id(1)
         before = jnp.maximum(visit - 1, 0)
         fetch = column * self.visits.groups[0] + self.visits.number[visit]
         slot = fetch & 1
@@ -189,7 +190,8 @@ class MatmulKernelBody:
 
     def dot(self, slot: Any, columns: Any) -> jax.Array:
         """Multiply the tile by some columns of the weights -> float32 [tile, unit]."""
-        depth, inner = self.blocks.depth, self.rows.shape[1]
+        depth = self.blocks.depth
+        inner = self.rows.shape[1]
         precision = jax.lax.Precision.HIGHEST if self.rows.dtype == jnp.float32 else None
         axis = 1 if self.transposed else 0
 
@@ -204,7 +206,8 @@ class MatmulKernelBody:
 
     def quantized_dot(self, kind: Numbers, slot: Any, columns: Any) -> jax.Array:
         """Multiply the tile by some columns of quantised weights -> float32 [tile, unit]."""
-        depth, inner = self.blocks.depth, self.rows.shape[1]
+        depth = self.blocks.depth
+        inner = self.rows.shape[1]
         if self.group == inner:  # a scale per column
             zero: Any = ZERO.get(kind, 0)
             zero = zero if len(self.other_buffers) == 1 else zero - self.other_buffers[1][slot, :, columns]
@@ -215,14 +218,16 @@ class MatmulKernelBody:
         product = _accumulate(inner // depth, lambda k: self.scaled_products(kind, slot, columns, k))
         if not self.sums:
             return product
-        groups, zero = slice(inner // self.group), ZERO.get(kind, 0)
+        groups = slice(inner // self.group)
+        zero = ZERO.get(kind, 0)
         scales = self.other_buffers[0][slot, groups, columns]
         wrong = scales * (zero if len(self.other_buffers) == 1 else zero - self.other_buffers[1][slot, groups, columns])
         return product - _dot(self.sums[0][...], wrong)
 
     def scaled_products(self, kind: Numbers, slot: Any, columns: Any, k: Any) -> jax.Array:
         """Multiply the k-th chunk of inputs, and the sums of each group by its scales."""
-        depth, group = self.blocks.depth, self.group
+        depth = self.blocks.depth
+        group = self.group
         total: Any = 0
         for j in range(depth // group):
             number = k * (depth // group) + j
@@ -237,7 +242,8 @@ class MatmulKernelBody:
 
     def product_of_scaled(self, kind: Numbers, slot: Any, columns: Any, k: Any) -> jax.Array:
         """Multiply the k-th chunk of inputs by weights that are scaled before the product."""
-        depth, inner = self.blocks.depth, self.rows.shape[1]
+        depth = self.blocks.depth
+        inner = self.rows.shape[1]
         count = depth // self.group
         copies = QUARTERS if kind in CODES else 1
         groups = slice(count) if depth == inner else _slice(k, count, inner // self.group)
@@ -300,15 +306,21 @@ def grouped_matmul_kernel(
     chip: ChipInfo,
 ) -> jax.Array:
     """Run the kernel. Arguments as `grouped_matmul`."""
-    kind, group, matrices = None, 0, weights
+    kind = None
+    group = 0
+    matrices = weights
     others: tuple[jax.Array, ...] = ()
     sums: tuple[jax.Array, ...] = ()
     if isinstance(weights, QuantizedWeights):
-        kind, group, matrices = weights.kind, weights.group, weights.numbers
+        kind = weights.kind
+        group = weights.group
+        matrices = weights.numbers
         others = (weights.scales,) if weights.shifts is None else (weights.scales, weights.shifts)
     assert isinstance(matrices, jax.Array | jax.core.Tracer)
     count, inner = rows.shape
-    groups, parts, outer = matrices.shape[1], matrices.shape[2], matrices.shape[3 if transposed else 4]
+    groups = matrices.shape[1]
+    parts = matrices.shape[2]
+    outer = matrices.shape[3 if transposed else 4]
     stored = matrices.shape[4 if transposed else 3]  # rows of a matrix
     blocks = choose_block_sizes(chip, count, groups, inner, outer, matrices.dtype.itemsize * stored / inner)
     if isinstance(weights, QuantizedWeights):
@@ -329,7 +341,8 @@ def grouped_matmul_kernel(
         return tile[visit], 0
 
     def body(layer: Any, *refs: Any) -> None:
-        plan, arrays = Visits(*refs[: len(FIELDS)]), iter(refs[len(FIELDS) :])
+        plan = Visits(*refs[: len(FIELDS)])
+        arrays = iter(refs[len(FIELDS) :])
 
         def taken(count: int) -> tuple[Any, ...]:
             return tuple(islice(arrays, count))
@@ -381,7 +394,8 @@ _FEW_ROWS: Final = 32
 
 def for_quantized(blocks: MatmulBlockSizes, weights: QuantizedWeights, dtype: Any, chip: ChipInfo) -> MatmulBlockSizes:
     """Return the block sizes with a depth of whole groups, or of a part of one for each column."""
-    inner, group = weights.inner, weights.group
+    inner = weights.inner
+    group = weights.group
     tile = -(-blocks.rows // 32) * 32 if jnp.dtype(dtype).itemsize == 1 else blocks.rows
     if group == inner:
         depth = max((d for d in range(LANES, _SPAN + 1, LANES) if inner % d == 0), default=inner)

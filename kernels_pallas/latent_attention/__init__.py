@@ -64,11 +64,13 @@ def latent_attention(
     Return (out [T, N, rank] of q's dtype, the attended latents of every head; cache). Padding as there.
     Raise ValueError for invalid shapes or dtypes, or a page table too large for scalar memory.
     """
-    batch, knobs = RaggedBatch(query_start, kv_len, page_table, counts), make_knobs(scale, *(None,) * 6)
+    batch = RaggedBatch(query_start, kv_len, page_table, counts)
+    knobs = make_knobs(scale, *(None,) * 6)
     check_shape("latents", latents.shape, (q.shape[0], layout.channels))
     check_shape("channels of q", (q.shape[2],), (layout.channels,))
     check_cache(cache, layout.shape(*cache.shape[:2]), layout, batch)
-    layer, batch = jnp.asarray(layer, jnp.int32), batch.cleaned()
+    layer = jnp.asarray(layer, jnp.int32)
+    batch = batch.cleaned()
     attending = batch
     if expansion is not None:
         if use_kernel and layout.sections == 1:
@@ -135,7 +137,8 @@ class LatentAttentionArgs:
         def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-        layout, ints = self.layout, jnp.int32
+        layout = self.layout
+        ints = jnp.int32
         arrays = {
             "q": array((self.tokens, self.heads, layout.channels), layout.compute_dtype),
             "latents": array((self.tokens, layout.channels), layout.compute_dtype),

@@ -65,7 +65,8 @@ class Expansion:
 
 def scratch_pages(tokens: int, seqs: int, max_pages: int, layout: LatentLayout, heads: ExpandedHeads) -> int:
     """Return the pages of the scratch cache of a step of `tokens`; 0 if not even their own fit."""
-    largest, own = seqs * max_pages, -(-tokens // layout.page_size)
+    largest = seqs * max_pages
+    own = -(-tokens // layout.page_size)
     wanted = min(largest, STEPS * own + seqs)
     rounds = min(-(-ROUND_TOKENS // layout.page_size), wanted)
     fits = SCRATCH_BYTES // heads.layout(layout).bytes_per_page // rounds
@@ -75,16 +76,19 @@ def scratch_pages(tokens: int, seqs: int, max_pages: int, layout: LatentLayout, 
 
 def plan_expansion(batch: RaggedBatch, tokens: int, layout: LatentLayout, heads: ExpandedHeads) -> Expansion | None:
     """Return the plan of a step of `tokens`; None if there is no scratch cache."""
-    size, (seqs, max_pages) = layout.page_size, batch.page_table.shape
+    size = layout.page_size
+    seqs, max_pages = batch.page_table.shape
     capacity = scratch_pages(tokens, seqs, max_pages, layout, heads)
     if not capacity:
         return None
     index = jnp.arange(batch.max_seqs)
     mixed = (index >= batch.counts[0]) & (index < batch.counts[1])
-    new, length = jnp.diff(batch.query_start), jnp.where(mixed, batch.kv_len, 0)
+    new = jnp.diff(batch.query_start)
+    length = jnp.where(mixed, batch.kv_len, 0)
     own = -(-length // size)
     ends = jnp.cumsum(own)
-    starts, total = ends - own, ends[-1]
+    starts = ends - own
+    total = ends[-1]
     pairs = (new * (length - new / 2)).sum(where=mixed)
     saved = layout.width + layout.value_width - 2 * heads.layout(layout).width
     projected = layout.rank * (heads.nope_dim + heads.value_dim)
@@ -121,7 +125,8 @@ def expanded_attention(
     pages = expand(kv_up, cache, layer, plan, layout, heads)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, scratch.head_dim - q.shape[2])))
     counts = jnp.where(plan.use, batch.counts, batch.counts[:1])
-    batch, first = replace(batch, page_table=plan.page_table, counts=counts), jnp.int32(0)
+    batch = replace(batch, page_table=plan.page_table, counts=counts)
+    first = jnp.int32(0)
     if not use_kernel:
         out = attend_mixed(q, jnp.zeros_like(q), pages, first, batch, knobs, scratch)
         return out[..., : heads.value_dim]
@@ -141,15 +146,18 @@ def expand(
     heads: ExpandedHeads,
 ) -> jax.Array:
     """Return the scratch cache with the keys and values of the planned pages; all others are undefined."""
-    scratch, size = heads.layout(layout), min(-(-ROUND_TOKENS // layout.page_size), len(plan.pages))
+    scratch = heads.layout(layout)
+    size = min(-(-ROUND_TOKENS // layout.page_size), len(plan.pages))
     empty = jnp.zeros(scratch.shape(1, len(plan.pages)), scratch.word_dtype)
 
     def project(index: jax.Array, pages: jax.Array) -> jax.Array:
         chosen = jax.lax.dynamic_slice_in_dim(plan.pages, index * size, size)
         latents = layout.unpack_pages(cache[layer, chosen])[0][:, 0].astype(kv_up.dtype)
-        latent, rotary = latents[:, : layout.rank], latents[:, layout.rank :]
+        latent = latents[:, : layout.rank]
+        rotary = latents[:, layout.rank :]
         both = jnp.einsum("cr,nhr->cnh", latent, kv_up)
-        nope, values = both[..., : heads.nope_dim], both[..., heads.nope_dim :]
+        nope = both[..., : heads.nope_dim]
+        values = both[..., heads.nope_dim :]
         shared = jnp.broadcast_to(rotary[:, None], (len(latents), heads.heads, heads.rope_dim))
         keys = jnp.concatenate([nope, shared], -1)
         keys, values = (

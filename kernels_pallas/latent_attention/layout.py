@@ -146,8 +146,11 @@ class LatentLayout:
         """Return the words of each token of pages [n, *shape[2:]], as of `pack`: [n, B, R, 128]."""
         if self.sections == 2:
             own = self.rows_per_token - 1
-            first, shared, second = pages[:, :own], pages[:, own : own + 1], pages[:, own + 1 :]
-            low, high = shared & 0xFFFF, shared >> 16
+            first = pages[:, :own]
+            shared = pages[:, own : own + 1]
+            second = pages[:, own + 1 :]
+            low = shared & 0xFFFF
+            high = shared >> 16
             pages = jnp.concatenate([jnp.concatenate([first, low], 1), jnp.concatenate([second, high], 1)], 2)
         return pages.swapaxes(1, 2)
 
@@ -199,7 +202,8 @@ def _section_rows(
 
 def _shared_chunk(kv: Any, layout: LatentLayout, tokens: int, pass_index: Any) -> jax.Array:
     """Load the chunk in the shared row of all tokens of a pass, [tokens, 128]."""
-    size, row = layout.page_size // 2, layout.rows_per_token - 1
+    size = layout.page_size // 2
+    row = layout.rows_per_token - 1
     if tokens <= size:
         page, section, first = _within_section(layout, tokens, pass_index)
         shift = (16 * section).astype(jnp.uint32)

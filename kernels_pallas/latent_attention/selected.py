@@ -240,8 +240,10 @@ def _variant(
 ) -> jax.Array:
     """Run one pallas_call over rows [T, 1, N, W] (decode: [S, ...]) and the bits of a `SelectedTokens` -> [T, N, V]."""
     count, _, heads, _ = rows.shape
-    size, max_pages = DECODE_TILE if decode else MIXED_TILE, batch.page_table.shape[1]
-    tiles, pages = -(-count // size), fetch_pages(max_pages, layout.page_size)
+    size = DECODE_TILE if decode else MIXED_TILE
+    max_pages = batch.page_table.shape[1]
+    tiles = -(-count // size)
+    pages = fetch_pages(max_pages, layout.page_size)
     rows = jnp.pad(rows, [(0, tiles * size - count)] + [(0, 0)] * 3)
     tiled = to_decode_tiles(rows, tiles) if decode else to_mixed_tiles(rows, tiles)
     static = Static(
@@ -263,14 +265,16 @@ def _variant(
         rules=StaticRules(),
     )
     scalars, num_tiles = scalar_arguments(layer, batch, knobs, size, tiles, decode=decode)
-    prefetch, shape = tuple(vars(scalars).values()), (*tiled.shape[:4], layout.value_width)
+    prefetch = tuple(vars(scalars).values())
+    shape = (*tiled.shape[:4], layout.value_width)
     tile, out_tile = (
         pl.BlockSpec((1, *sizes[1:]), lambda i, step, *_: (step[3] + i, 0, 0, 0, 0)) for sizes in (tiled.shape, shape)
     )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
 
     def body(*refs: Any) -> None:
-        smem, arrays = Scalars(*refs[: len(prefetch)]), refs[len(prefetch) :]
+        smem = Scalars(*refs[: len(prefetch)])
+        arrays = refs[len(prefetch) :]
         q_ref, words_ref, cache_ref, out, kv, marks, top, acc, total, slot, fetched, marked = arrays
         plan = KernelPlan(static, smem)
         transfers = MarkedTransfers(plan, None, cache_ref, kv, fetched, None, words_ref, marks, marked)
@@ -341,7 +345,8 @@ class SelectedAttentionArgs:
         def words(tokens: int, tile: int) -> Any:
             return array((-(-tokens // tile), 1, padded_context(pages, layout.page_size)), jnp.int32)
 
-        layout, ints = self.layout, jnp.int32
+        layout = self.layout
+        ints = jnp.int32
         pages = -(-self.context // layout.page_size)
         batch: Any = (array(size, ints) for size in ((self.seqs + 1,), (self.seqs,), (self.seqs, pages), (2,)))
         knobs: Any = (array((), jnp.float32), *(None,) * 6)

@@ -49,10 +49,13 @@ def section_words(words: jax.Array, partners: jax.Array, batch: RaggedBatch, lay
 
     words [T, R, 128], as of `LatentLayout.pack`; partners [T, 128], as of `read_partners`.
     """
-    count, half = len(words), layout.page_size // 2
+    count = len(words)
+    half = layout.page_size // 2
     seq, position = batch.tokens(count)
-    token, second = jnp.arange(count), position % layout.page_size >= half
-    own, shared = words[:, :-1], words[:, -1]
+    token = jnp.arange(count)
+    second = position % layout.page_size >= half
+    own = words[:, :-1]
+    shared = words[:, -1]
     behind = jnp.pad(shared, ((half, 0), (0, 0)))[:count]
     ahead = jnp.pad(shared, ((0, half), (0, 0)))[half:]
     later = (token + half < batch.query_start[seq + 1])[:, None]
@@ -70,11 +73,13 @@ def read_partners(
 
     They are among the first half page of a sequence's new tokens. The words of all other tokens are undefined.
     """
-    half, row = layout.page_size // 2, layout.rows_per_token - 1
+    half = layout.page_size // 2
+    row = layout.rows_per_token - 1
 
     def body(layer: Any, starts: Any, lengths: Any, pages: Any, counts: Any, cache: Any, out: Any, done: Any) -> None:
         def sequence(seq: Any, total: Any) -> Any:
-            begin, end = starts[seq], starts[seq + 1]
+            begin = starts[seq]
+            end = starts[seq + 1]
             position = lengths[seq] - (end - begin)
             page = div(position, layout.page_size)
             offset = position - page * layout.page_size
@@ -115,7 +120,8 @@ def write_latents(
 
     The words are those of `section_words` if the layout has two sections. Those of keys and values are written alike.
     """
-    half, rows = layout.page_size // layout.sections, layout.rows_per_token
+    half = layout.page_size // layout.sections
+    rows = layout.rows_per_token
 
     def body(
         layer: Any, starts: Any, lengths: Any, pages: Any, counts: Any, new: Any, _: Any, cache: Any, *semaphores: Any
@@ -123,13 +129,17 @@ def write_latents(
         own, shared = semaphores
 
         def sequence(seq: Any, totals: tuple[Any, Any]) -> tuple[Any, Any]:
-            begin, end = starts[seq], lengths[seq]
+            begin = starts[seq]
+            end = lengths[seq]
             position = end - (starts[seq + 1] - begin)
 
             def piece(index: Any, totals: tuple[Any, Any]) -> tuple[Any, Any]:
-                page, section = div(index, layout.sections), rem(index, layout.sections)
-                start, stop = jnp.maximum(position, index * half), jnp.minimum(end, (index + 1) * half)
-                target, token = cache.at[layer[0], pages[seq * max_pages + page]], begin + start - position
+                page = div(index, layout.sections)
+                section = rem(index, layout.sections)
+                start = jnp.maximum(position, index * half)
+                stop = jnp.minimum(end, (index + 1) * half)
+                target = cache.at[layer[0], pages[seq * max_pages + page]]
+                token = begin + start - position
                 # Words that the next section completes are its own to write.
                 low = jnp.where(section == 0, jnp.clip(end - half, start, stop), start)
 
@@ -191,7 +201,9 @@ def write_reference(
     seq, position = batch.tokens(len(latents))
     real = jnp.arange(len(latents)) < batch.query_start[-1]
     page = jnp.where(real, batch.page_table[seq, position // layout.page_size], cache.shape[1])  # else: dropped
-    offset, words, rows = position % layout.page_size, layout.pack(latents), layout.rows_per_token
+    offset = position % layout.page_size
+    words = layout.pack(latents)
+    rows = layout.rows_per_token
     if layout.sections == 1:
         return cache.at[layer, page[:, None], jnp.arange(rows), offset[:, None]].set(words, mode="drop")
     half = layout.page_size // 2

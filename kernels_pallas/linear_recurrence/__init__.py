@@ -84,8 +84,10 @@ class RecurrenceArgs:
     @property
     def input_shapes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Return the shapes of the keys, values and fixed arrays."""
-        key, value = (self.tokens, self.slots, self.rows), (self.tokens, self.slots, self.width)
-        per_head, state = (self.tokens, self.slots, self.heads), (self.slots, self.rows, self.width)
+        key = (self.tokens, self.slots, self.rows)
+        value = (self.tokens, self.slots, self.width)
+        per_head = (self.tokens, self.slots, self.heads)
+        state = (self.slots, self.rows, self.width)
         match self.rule:
             case Selective():
                 return (key,) * 2, (value,) * 2, (state,)

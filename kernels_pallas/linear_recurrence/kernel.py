@@ -76,9 +76,11 @@ def mixed(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the rule to the other sequences -> [T, J, W], undefined for other tokens, and the states."""
     tokens, slots, width = inputs.values[0].shape
-    rows, tile = inputs.keys[0].shape[2], rule.tile
+    rows = inputs.keys[0].shape[2]
+    tile = rule.tile
     lanes = lanes_at_a_time(rule, width, min(x.shape[2] for x in inputs.values))
-    splits, pad = width // lanes, -tokens % tile
+    splits = width // lanes
+    pad = -tokens % tile
     visits, num_visits = tile_visits(batch, tokens, tile)
 
     def of_parts(x: jax.Array, parts: int) -> tuple[jax.Array, pl.BlockSpec]:
@@ -86,7 +88,8 @@ def mixed(
 
         A share of whole vectors of lanes is fetched where it is, others are brought together first.
         """
-        share, of_part = x.shape[2] // parts, splits // parts
+        share = x.shape[2] // parts
+        of_part = splits // parts
         x = jnp.pad(x, ((0, pad), (0, 0), (0, 0))).reshape(tokens + pad, slots * parts, share)
         if share % LANES == 0 or slots * parts == 1:
             block = pl.BlockSpec((tile, share), lambda part, i, _, tile, *__: (tile[i], _divide(part, of_part)[0]))
@@ -102,14 +105,16 @@ def mixed(
         slot, split = _divide(part, splits)
         return slot, 0, split
 
-    fixed, state = pl.BlockSpec((1, rows, lanes), fixed_index), pl.BlockSpec((1, 1, 1, rows, lanes), state_index)
+    fixed = pl.BlockSpec((1, rows, lanes), fixed_index)
+    state = pl.BlockSpec((1, 1, 1, rows, lanes), state_index)
     keys = [of_parts(x, 1) for x in inputs.keys]
     values = [of_parts(x, splits) for x in inputs.values]
     arrays, specs = zip(*keys, *values, *((x, fixed) for x in inputs.fixed))
     scalars = 1 + len(VISIT_FIELDS)
 
     def body(_: Any, *refs: Any) -> None:
-        plan, (*arrays, before, out, after, state) = TileVisits(*refs[: scalars - 1]), refs[scalars - 1 :]
+        plan = TileVisits(*refs[: scalars - 1])
+        *arrays, before, out, after, state = refs[scalars - 1 :]
         ends = len(keys), len(keys) + len(values)
         parts = tuple(arrays[: ends[0]]), tuple(arrays[ends[0] : ends[1]]), tuple(arrays[ends[1] :])
         RecurrenceBody(rule, plan, *parts, before, out, after, state).run()

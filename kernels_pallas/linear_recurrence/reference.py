@@ -55,7 +55,8 @@ def _mixed(
     batch: RecurrentBatch,
 ) -> tuple[jax.Array, jax.Array]:
     """Add the outputs of the other sequences to `out` [T, J, W], token by token."""
-    lanes, all_keys = inputs.of_lanes(), rule.token_keys(inputs.keys)
+    lanes = inputs.of_lanes()
+    all_keys = rule.token_keys(inputs.keys)
 
     def sequence(s: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         out, states = carry
@@ -63,7 +64,8 @@ def _mixed(
 
         def token(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             out, state = carry
-            keys, values = tuple(x[t][..., None] for x in all_keys), tuple(x[t][:, None] for x in lanes.values)
+            keys = tuple(x[t][..., None] for x in all_keys)
+            values = tuple(x[t][:, None] for x in lanes.values)
             row, state = jax.vmap(rule.token)(keys, values, lanes.fixed, state)
             return out.at[t].set(row[:, 0]), state
 

@@ -69,7 +69,8 @@ class ScalarDecay:
 
     def token(self, keys: Arrays, values: Arrays, fixed: Arrays, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `Rule`."""
-        (q, k), (v, decay) = keys, values
+        q, k = keys
+        v, decay = values
         state = state * jnp.exp(decay) + k * v
         return jnp.sum(q * state, axis=0, keepdims=True), state
 
@@ -80,7 +81,8 @@ class ScalarDecay:
 
             output_i = exp(G_i) q_i state + sum over j <= i of exp(G_i - G_j) (q_i k_j) v_j
         """
-        (q, k), (v, decay) = keys, values
+        q, k = keys
+        v, decay = values
         size, width = v.shape
         heads = decay.shape[1]
         row, column = _pairs(size)
@@ -110,7 +112,9 @@ class Selective:
 
     def token(self, keys: Arrays, values: Arrays, fixed: Arrays, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `Rule`."""
-        (q, k), (v, step), (rate,) = keys, values, fixed
+        q, k = keys
+        v, step = values
+        (rate,) = fixed
         state = state * jnp.exp(step * rate) + k * (step * v)
         return jnp.sum(q * state, axis=0, keepdims=True), state
 
@@ -142,7 +146,8 @@ class ChannelDelta:
 
     def token(self, keys: Arrays, values: Arrays, fixed: Arrays, state: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `Rule`."""
-        (q, k, factor), (v, beta) = keys, values
+        q, k, factor = keys
+        v, beta = values
         state = state * factor
         state = state + k * (beta * (v - jnp.sum(k * state, axis=0, keepdims=True)))
         return jnp.sum(q * state, axis=0, keepdims=True), state
@@ -155,7 +160,8 @@ class ChannelDelta:
 
             u_i = beta_i (v_i - (D_i k_i) state - sum over j < i of (D_ji k_i k_j) u_j)
         """
-        (q, k, decay), (v, beta) = keys, values
+        q, k, decay = keys
+        v, beta = values
         row, column = _pairs(len(v))
         products_q, products_k, since_start, until_end = decayed_products(q, k, decay)
         system = jnp.where(column < row, beta * products_k, 0.0)
@@ -180,8 +186,11 @@ def decayed_products(q: jax.Array, k: jax.Array, decay: jax.Array) -> tuple[jax.
     since_block = jnp.exp(_dot(jnp.where(same & (column <= row), 1.0, 0.0), decay))
     until_block = jnp.exp(_dot(jnp.where(same & (column > row), 1.0, 0.0), decay)) * k
     token = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
-    before, prefix = jnp.zeros_like(k), jnp.ones_like(k[:1])
-    rows_q, rows_k, since_start = [], [], []
+    before = jnp.zeros_like(k)
+    prefix = jnp.ones_like(k[:1])
+    rows_q = []
+    rows_k = []
+    since_start = []
     for start in range(0, size, block):
         own = slice(start, start + block)
         both = jnp.concatenate([q[own] * since_block[own], k[own] * since_block[own]])
@@ -191,7 +200,8 @@ def decayed_products(q: jax.Array, k: jax.Array, decay: jax.Array) -> tuple[jax.
         since_start.append(since_block[own] * prefix)
         whole = since_block[start + block - 1 : start + block]
         inside = (token >= start) & (token < start + block)
-        before, prefix = jnp.where(inside, until_block, before * whole), prefix * whole
+        before = jnp.where(inside, until_block, before * whole)
+        prefix = prefix * whole
     inside_q, inside_k = _products_in_blocks(q, k, jnp.exp(decay), block)
     products_q = jnp.where(same, inside_q, jnp.concatenate(rows_q))
     products_k = jnp.where(same, inside_k, jnp.concatenate(rows_k))
@@ -203,7 +213,8 @@ def _products_in_blocks(q: jax.Array, k: jax.Array, factors: jax.Array, block: i
     size = len(q)
     row, column = _pairs(size)  # row: the earlier token, as products are gathered in columns
     place = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) & (block - 1)
-    of_q, of_k = jnp.zeros((size, size), jnp.float32), jnp.zeros((size, size), jnp.float32)
+    of_q = jnp.zeros((size, size), jnp.float32)
+    of_k = jnp.zeros((size, size), jnp.float32)
     for later in range(block):
         factor, q_later, k_later = (_row_of_blocks(x, later, block) for x in (factors, q, k))
         k = jnp.where(place < later, k * factor, k)

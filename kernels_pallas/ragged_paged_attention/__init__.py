@@ -79,7 +79,8 @@ def ragged_paged_attention(
     knobs = make_knobs(scale, softcap, window, sinks, slopes, k_scale, v_scale)
     layer = jnp.asarray(layer, jnp.int32)
     if batch_invariant:
-        batch, decode_only = replace(batch, counts=batch.counts.at[0].set(0)), False
+        batch = replace(batch, counts=batch.counts.at[0].set(0))
+        decode_only = False
     if not use_kernel:
         return attention_reference(
             q, k, v, cache, layer, batch, knobs, layout=layout, decode_only=decode_only, rules=rules
@@ -143,7 +144,8 @@ class RaggedAttentionArgs:
         def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-        layout, ints = self.layout, jnp.int32
+        layout = self.layout
+        ints = jnp.int32
         pages = -(-self.context // layout.page_size)
         k, v = (
             array((self.tokens, layout.kv_heads, dim), layout.compute_dtype)

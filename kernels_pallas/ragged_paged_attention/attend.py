@@ -132,7 +132,8 @@ def load(
     kv: Any, layout: PagedKvLayout, tokens: int, pass_index: Any, head: Any, part: int
 ) -> tuple[jax.Array, jax.Array]:
     """Load K [tokens, W] and V [tokens, V] of lane head `head + part` for one pass, from pages kv [.., R, B, 128]."""
-    chunks, values = layout.width // LANES, layout.value_width // LANES
+    chunks = layout.width // LANES
+    values = layout.value_width // LANES
     rows = partial(load_rows, kv, layout, tokens, pass_index)
 
     def join(parts: list[jax.Array]) -> jax.Array:
@@ -146,7 +147,8 @@ def load(
     even, odd = ([rows(row + c, i, 2) for c in range(chunks)] for i in (0, 1))
     if layout.packing == 4:
         pairs = [high_halves(a, b) if part % 2 else low_halves(a, b) for a, b in zip(even, odd)]
-        k, v = [widen(x, 0, layout.dtype) for x in pairs], [widen(x, 1, layout.dtype) for x in pairs[:values]]
+        k = [widen(x, 0, layout.dtype) for x in pairs]
+        v = [widen(x, 1, layout.dtype) for x in pairs[:values]]
         return join(k), join(v)
     k = [pltpu.bitcast(low_halves(a, b), jnp.bfloat16) for a, b in zip(even, odd)]
     v = [pltpu.bitcast(high_halves(a, b), jnp.bfloat16) for a, b in zip(even[:values], odd)]
@@ -161,11 +163,13 @@ def load_float8(
     Only bytes move: a word of the four quarters of the pass each becomes a word of K and one of V. Key p is token
     p % 4 * tokens / 4 + p // 4 of the pass.
     """
-    chunks, values = layout.width // LANES, layout.value_width // LANES
+    chunks = layout.width // LANES
+    values = layout.value_width // LANES
     row = (div(jnp.int32(head), 2) + part // 2) * chunks
     parts = [load_rows(kv, layout, tokens, pass_index, row + c) for c in range(chunks)]
     halves = [quarter_halves(words, high=part % 2 == 1) for words in parts]
-    low, high = jnp.uint32(0x00FF00FF), jnp.uint32(0xFF00FF00)
+    low = jnp.uint32(0x00FF00FF)
+    high = jnp.uint32(0xFF00FF00)
     k = [(a & low) | ((b & low) << 8) for a, b in halves]
     v = [((a >> 8) & low) | (b & high) for a, b in halves[:values]]
 
@@ -191,7 +195,8 @@ def load_rows(
     size = layout.page_size
     if tokens <= size:
         per_page = size // tokens
-        page, first = div(pass_index, per_page), (pass_index - div(pass_index, per_page) * per_page) * tokens
+        page = div(pass_index, per_page)
+        first = (pass_index - div(pass_index, per_page) * per_page) * tokens
         words: jax.Array = kv[page, row, pl.ds(first + start, tokens // step, step), :]
         return words
     pages = tokens // size
@@ -263,7 +268,9 @@ class ColumnSoftmax:
 
     def run(self, first: int) -> None:
         """Compute the chain that begins with column `first`."""
-        stage, state, h = self.stage, self.state, self.h
+        stage = self.stage
+        state = self.state
+        h = self.h
         chain = pl.ds(first, column_width(stage.logits.shape[1]))
         old = state.top[h, :, chain]
         new = jnp.maximum(old, jnp.max(stage.peak[:, chain], axis=0, keepdims=True))

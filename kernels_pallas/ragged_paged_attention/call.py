@@ -147,7 +147,8 @@ def lane_rows(q: jax.Array, layout: PagedKvLayout) -> jax.Array:
 def from_lane_rows(out: jax.Array, shape: tuple[int, ...], layout: PagedKvLayout) -> jax.Array:
     """Invert `lane_rows` for results: take each row's lanes of V, -> [T, N, V] = shape."""
     tokens, heads, width = shape
-    group, slot_width = heads // layout.kv_heads, layout.value_width // layout.heads_per_row
+    group = heads // layout.kv_heads
+    slot_width = layout.value_width // layout.heads_per_row
     out = out.reshape(tokens, layout.lane_heads, layout.heads_per_row, group, layout.heads_per_row, slot_width)
     own = jnp.arange(layout.heads_per_row)
     out = out[:, :, own, :, own]  # [heads per row, T, lane heads, group, slot]
@@ -264,9 +265,11 @@ def scalar_arguments(
     layer: jax.Array, batch: RaggedBatch, knobs: Knobs, queries: int, tiles: int, *, decode: bool
 ) -> tuple[Scalars, jax.Array]:
     """Return the scalar-prefetch arrays and the number of tiles with real queries."""
-    decodes, seqs = batch.counts[0], batch.counts[1]
+    decodes = batch.counts[0]
+    seqs = batch.counts[1]
     if decode:
-        first_tile, num_tiles = jnp.int32(0), pl.cdiv(decodes, queries)
+        first_tile = jnp.int32(0)
+        num_tiles = pl.cdiv(decodes, queries)
         first_seq = jnp.zeros(1, jnp.int32)
     else:
         first_tile = batch.query_start[decodes] // queries
@@ -302,7 +305,8 @@ def call(
     `terms`: sinks and slopes, as far as there are, from `head_rows`.
     """
     prefetch = tuple(vars(scalars).values())
-    heads, width = static.layout.lane_heads, static.layout.value_width  # of one core
+    heads = static.layout.lane_heads  # of one core
+    width = static.layout.value_width
     shapes = state_shapes(static, heads, width)
     channels = q.ndim - (1 if static.decode else 2)  # the axis of W
     out_shape = (*q.shape[:channels], width, *q.shape[channels + 1 :])
@@ -322,7 +326,8 @@ def call(
     inputs += [words, cache]
 
     def body(*refs: Any) -> None:
-        smem, arrays = Scalars(*refs[: len(prefetch)]), list(refs[len(prefetch) :])
+        smem = Scalars(*refs[: len(prefetch)])
+        arrays = list(refs[len(prefetch) :])
         q_ref = arrays.pop(0)
         sink_ref = arrays.pop(0) if static.has_sinks else None
         slope_ref = arrays.pop(0) if static.has_slopes else None
@@ -330,10 +335,12 @@ def call(
         new, _, out, pages, kv, *scratch = arrays
         *buffers, slot, fetched, written = scratch
         if static.decode:
-            state, stages = State(*buffers), None
+            state = State(*buffers)
+            stages = None
         else:
             top, acc, logits, peak = buffers
-            state, stages = State(top, acc), (Stage(logits.at[0], peak.at[0]), Stage(logits.at[1], peak.at[1]))
+            state = State(top, acc)
+            stages = (Stage(logits.at[0], peak.at[0]), Stage(logits.at[1], peak.at[1]))
         plan = KernelPlan(static, smem)
         transfers = Transfers(plan, new, pages, kv, fetched, written)
         AttentionKernelBody(plan, q_ref, sink_ref, slope_ref, out, transfers, state, stages, slot).run()
@@ -372,7 +379,8 @@ def _tile_spec(static: Static, shape: tuple[int, ...]) -> pl.BlockSpec:
 
     The M columns of the mixed variant are in one part, or in one per row of `to_columns`.
     """
-    heads, halved = static.layout.lane_heads, static.cores > 1
+    heads = static.layout.lane_heads
+    halved = static.cores > 1
 
     def at_tile(*indices: Any) -> tuple[Any, Any]:
         core, tile, step = indices[:3] if halved else (0, *indices[:2])
@@ -399,7 +407,8 @@ def _tile_spec(static: Static, shape: tuple[int, ...]) -> pl.BlockSpec:
 
 def state_shapes(static: Static, heads: int, width: int) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the arrays of `attend.State`, and, for the mixed variant, of the two `attend.Stage`."""
-    rows, tokens = static.rows, static.blocks.tokens
+    rows = static.rows
+    tokens = static.blocks.tokens
     if static.decode:
         return (heads, rows, LANES), (heads, rows, width), (heads, rows, LANES)
     return (heads, SUBLANES, rows), (heads, width + SUBLANES, rows), (2, tokens, rows), (2, SUBLANES, rows)
@@ -407,7 +416,9 @@ def state_shapes(static: Static, heads: int, width: int) -> tuple[tuple[int, ...
 
 def vmem_bytes(static: Static, q: jax.Array, out_dtype: Any) -> int:
     """Return the VMEM limit: all declared buffers, and space for the compiler."""
-    layout, heads, rows = static.layout, static.layout.lane_heads, static.rows
+    layout = static.layout
+    heads = static.layout.lane_heads
+    rows = static.rows
     tile = heads * rows * (static.blocks.queries if static.decode else 1)
     kv = 2 * static.blocks.pages * layout.bytes_per_page
     state = sum(4 * math.prod(shape) for shape in state_shapes(static, heads, layout.value_width))

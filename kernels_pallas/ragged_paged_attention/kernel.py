@@ -113,7 +113,8 @@ class AttentionKernelBody:
 
     def attend(self, index: Any, slot: Any, pass_index: Any, mask: Mask) -> None:
         """Decode: run one pass over the buffer, for every lane head."""
-        static, unrolled = self.plan.static, self.plan.static.blocks.heads
+        static = self.plan.static
+        unrolled = self.plan.static.blocks.heads
         kv = self.transfers.kv.at[slot]
 
         def attend_group(group: Any, _: Any) -> None:
@@ -159,7 +160,8 @@ class AttentionKernelBody:
     def mask(self, span: TileSpan, start: Any) -> Mask:
         """Return the mask of a pass from `start`. The first query of a mixed tile may be of another sequence."""
         window = self.plan.scalars.step[5] if self.plan.static.windowed else None
-        chunk, lookback = self.plan.static.rules.chunk, self.plan.static.rules.lookback
+        chunk = self.plan.static.rules.chunk
+        lookback = self.plan.static.rules.lookback
         low = None if chunk is None else self.plan.chunk_start(span.position)
         if self.plan.static.decode:
             return Mask(start, span.position, 1, window, chunk, low, lookback, self.plan.static.quarters)
@@ -191,7 +193,8 @@ class AttentionKernelBody:
 
     def store_head(self, h: Any, index: Any, part: TileSpan | None = None) -> None:
         """Store one lane head. `part`: the tile has tokens of other sequences too, whose outputs are preserved."""
-        width, decode = self.plan.static.layout.value_width, self.plan.static.decode
+        width = self.plan.static.layout.value_width
+        decode = self.plan.static.decode
         acc = self.state.acc[h]
         if decode:
             total = jnp.sum(self.state.total[h], axis=1, keepdims=True)
@@ -264,8 +267,10 @@ class PassStream:
         self.fetch_next(0, self.slot(1))
         self.wait_block(0)
         self.run_chains(self.logits((0, 0), 0, masked=True))
-        heads, size = self.static.layout.lane_heads, self.static.blocks.heads
-        groups, position = ceil_div(self.passes * heads, size), (jnp.int32(0), jnp.int32(0))
+        heads = self.static.layout.lane_heads
+        size = self.static.blocks.heads
+        groups = ceil_div(self.passes * heads, size)
+        position = (jnp.int32(0), jnp.int32(0))
         unmasked = jnp.int32(0)
         if not self.static.windowed:
             # Passes that end before the first query need no mask. A group's last logits belong to the next group.
@@ -288,7 +293,8 @@ class PassStream:
 
     def group(self, masked: bool, _: Any, position: PassPosition) -> PassPosition:
         """Process the group of pairs at `position`; return the position of the next one."""
-        (block, pair), size = position, self.static.blocks.heads
+        block, pair = position
+        size = self.static.blocks.heads
         first_group = jnp.logical_and(block > 0, pair < size)
         last_group = pair + size >= self.block_pairs
         pl.when(first_group)(lambda: self.fetch_next(block, self.slot(block + 1)))
@@ -328,15 +334,18 @@ class PassStream:
 
     def load(self, position: PassPosition, part: int) -> tuple[Any, Any, jax.Array, jax.Array]:
         """Return a pass's position, lane head, K and V. Pairs after the last pass reload it and are masked."""
-        block, pair = position[0], position[1] + part
+        block = position[0]
+        pair = position[1] + part
         next_block = pair >= self.block_pairs
-        block, pair = jnp.where(next_block, block + 1, block), jnp.where(next_block, pair - self.block_pairs, pair)
+        block = jnp.where(next_block, block + 1, block)
+        pair = jnp.where(next_block, pair - self.block_pairs, pair)
         index = div(pair, self.static.layout.lane_heads)
         h = pair - index * self.static.layout.lane_heads
         start = self.origin + (block * self.block_passes + index) * self.static.blocks.tokens
         last = self.span.blocks - 1
         over = block * self.block_passes + index >= self.passes
-        block, index = jnp.where(over, last, block), jnp.where(over, self.passes - 1 - last * self.block_passes, index)
+        block = jnp.where(over, last, block)
+        index = jnp.where(over, self.passes - 1 - last * self.block_passes, index)
         kv = self.transfers.kv.at[self.slot(block)]
         k, v = self.static.load(kv, self.static.layout, self.static.blocks.tokens, index, h - part % 2, part % 2)
         return start, h, k, v

@@ -208,7 +208,8 @@ class PagedKvLayout:
         lead = words.shape[:-2]
         if self.packing == 1:
             both = words.reshape(*lead, self.lane_heads, self.width + self.value_width)
-            k, v = both[..., : self.width], both[..., self.width :]
+            k = both[..., : self.width]
+            v = both[..., self.width :]
             return self._from_lanes(k, self.head_dim), self._from_lanes(v, self.value_dim)
         shifts = 16 * jnp.arange(self.packing // 2, dtype=jnp.uint32)
         words = words.reshape(*lead, -1, 1, self.width) >> shifts[:, None]

@@ -182,7 +182,8 @@ def choose_block_sizes(
 
     `batch_invariant`: passes begin at multiples of their size, also where a window begins at any page.
     """
-    entry, layout = block_entry(chip, layout, group_rows, decode=decode).settings, core_layout(chip, layout)
+    entry = block_entry(chip, layout, group_rows, decode=decode).settings
+    layout = core_layout(chip, layout)
     return fit_blocks(entry, layout, group_rows, max_pages, max_tokens, decode=decode, batch_invariant=batch_invariant)
 
 
@@ -252,7 +253,8 @@ class BlockEntry:
 
 def block_entry(chip: ChipInfo, layout: PageLayout, group_rows: int, *, decode: bool) -> BlockEntry:
     """Return the entry of tuning.json for these heads, else that for their width, else the formula."""
-    formula, table = block_formula(core_layout(chip, layout), group_rows, decode=decode), _table()
+    formula = block_formula(core_layout(chip, layout), group_rows, decode=decode)
+    table = _table()
     keys = {
         BlockSource.TUNED: tuning_key(chip, layout, group_rows, decode=decode),
         BlockSource.WIDTH: _width_key(chip, layout, decode=decode),
@@ -383,7 +385,8 @@ class KernelPlan:
 
     def sequences(self, tile: Any) -> tuple[Any, Any]:
         """Return the sequences [first, end) of a tile."""
-        s, n = self.scalars, self.static.blocks.queries
+        s = self.scalars
+        n = self.static.blocks.queries
         if self.static.decode:
             return tile * n, jnp.minimum((tile + 1) * n, s.step[1])
         token = jnp.minimum((s.step[3] + tile + 1) * n, s.query_start[s.step[2]]) - 1
@@ -393,16 +396,22 @@ class KernelPlan:
 
     def span(self, tile: Any, seq: Any) -> TileSpan:
         """Return the part of `seq` in a tile."""
-        s, layout = self.scalars, self.static.layout
+        s = self.scalars
+        layout = self.static.layout
         kv_len = s.kv_len[seq]
         if self.static.decode:
-            low, high, position, kv_end = seq, seq + 1, kv_len - 1, kv_len
+            low = seq
+            high = seq + 1
+            position = kv_len - 1
+            kv_end = kv_len
         else:
             n = self.static.blocks.queries
-            begin, end = s.query_start[seq], s.query_start[seq + 1]
+            begin = s.query_start[seq]
+            end = s.query_start[seq + 1]
             low = jnp.maximum(begin, (s.step[3] + tile) * n)
             high = jnp.minimum(end, (s.step[3] + tile + 1) * n)
-            position, kv_end = kv_len - end + low, kv_len - end + high
+            position = kv_len - end + low
+            kv_end = kv_len - end + high
         first = jnp.maximum(position - s.step[5] + 1, 0) if self.static.windowed else jnp.int32(0)
         if self.static.rules.chunk is not None:
             first = jnp.maximum(self.chunk_start(position) - self.static.rules.lookback, 0)

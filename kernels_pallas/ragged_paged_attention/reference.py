@@ -111,10 +111,13 @@ def attend_mixed(
     """Add the outputs of the other sequences to `out` [T, N, V], one block of queries of one sequence at a time."""
     size = min(QUERY_BLOCK, q.shape[0])
     padding = ((0, size), (0, 0), (0, 0))  # a slice of `size` rows may start at the last token
-    q, out = jnp.pad(q, padding), jnp.pad(out, padding)
+    q = jnp.pad(q, padding)
+    out = jnp.pad(out, padding)
 
     def sequence(s: jax.Array, out: jax.Array) -> jax.Array:
-        begin, end, kv_len = batch.query_start[s], batch.query_start[s + 1], batch.kv_len[s]
+        begin = batch.query_start[s]
+        end = batch.query_start[s + 1]
+        kv_len = batch.kv_len[s]
         k, v = gather(cache, layer, batch.page_table[s], kv_len, knobs, layout)
 
         def block(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -148,7 +151,8 @@ def attend(
     logits = jnp.einsum("nkgh,ckh->kgnc", rows, k, precision="highest") * knobs.scale
     if knobs.softcap is not None:
         logits = knobs.softcap * jnp.tanh(logits / knobs.softcap)
-    query, key = position + jnp.arange(n)[:, None], jnp.arange(k.shape[0])[None]
+    query = position + jnp.arange(n)[:, None]
+    key = jnp.arange(k.shape[0])[None]
     if knobs.slopes is not None:
         distance = jnp.sqrt(jnp.maximum(query - key, 0)) if rules.alibi_root else query - key
         logits -= knobs.slopes.reshape(k.shape[1], -1, 1, 1) * distance

@@ -54,12 +54,14 @@ class Transfers:
 
     def target(self, seq: Any, page: Any, first: Any, count: Any) -> Any:
         """Return the words of `count` tokens of a page, from `first`; of a page with two sections for decode only."""
-        layer, layout = self.plan.scalars.step[0], self.plan.static.layout
+        layer = self.plan.scalars.step[0]
+        layout = self.plan.static.layout
         whole = self.cache.at[layer, self.plan.page(seq, page)]
         if layout.sections == 1:
             return whole.at[self.plan.core_rows, pl.ds(first, count)]
         size = layout.page_size // 2
-        section, rows = div(first, size), layout.rows_per_token
+        section = div(first, size)
+        rows = layout.rows_per_token
         return whole.at[pl.ds(section * (rows - 1), rows), pl.ds(first - section * size, count)]
 
     def wait_written(self, tile: Any) -> None:
@@ -77,14 +79,16 @@ class Transfers:
 
     def fetch(self, seq: Any, span: TileSpan, block: Any, slot: Any) -> None:
         """Start the copies of one block of pages; of the last page only the real tokens."""
-        size, layer = self.plan.static.layout.page_size, self.plan.scalars.step[0]
+        size = self.plan.static.layout.page_size
+        layer = self.plan.scalars.step[0]
         start = span.page_low + block * self.plan.static.blocks.pages
         tokens = jnp.minimum(span.kv_end - start * size, self.plan.static.block_tokens)
 
         def page(i: Any, _: Any) -> None:
             real = jnp.minimum(tokens - i * size, size)
             number = self.plan.page(seq, start + i)
-            source, target = self.cache.at[layer, number, self.plan.core_rows], self.kv.at[slot, i]
+            source = self.cache.at[layer, number, self.plan.core_rows]
+            target = self.kv.at[slot, i]
 
             def copy(rows: Any) -> None:
                 pltpu.make_async_copy(source.at[*rows], target.at[*rows], self.fetched.at[slot]).start()
@@ -129,7 +133,8 @@ class Transfers:
         if layout.sections == 1:
             copy((slice(None), pl.ds(0, tokens)))
             return
-        half, rows = layout.page_size // 2, layout.rows_per_token
+        half = layout.page_size // 2
+        rows = layout.rows_per_token
         copy((pl.ds(0, rows), pl.ds(0, jnp.minimum(tokens, half))))
         if rows > 1:
             pl.when(tokens > half)(lambda: copy((pl.ds(rows, rows - 1), pl.ds(0, tokens - half))))
@@ -139,8 +144,10 @@ class Transfers:
 
         Logits of masked keys may be NaN, so that a row which two sections share, of K alone, is left as it is.
         """
-        layout, unit = self.plan.static.layout, self.plan.static.blocks.tokens
-        size, own = layout.page_size // layout.sections, layout.rows_per_token - layout.sections + 1
+        layout = self.plan.static.layout
+        unit = self.plan.static.blocks.tokens
+        size = layout.page_size // layout.sections
+        own = layout.rows_per_token - layout.sections + 1
 
         def clear(i: Any, _: Any) -> None:
             section = div(i * SUBLANES, size)

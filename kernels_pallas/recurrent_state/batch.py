@@ -27,7 +27,8 @@ class RecurrentBatch:
     @staticmethod
     def shapes(seqs: int, sharding: Any = None) -> Any:
         """Return the ShapeDtypeStructs of a batch of at most `seqs` sequences."""
-        ints, flags = jnp.dtype(jnp.int32), jnp.dtype(jnp.bool_)
+        ints = jnp.dtype(jnp.int32)
+        flags = jnp.dtype(jnp.bool_)
         sizes = ((seqs + 1,), ints), ((seqs,), ints), ((seqs,), flags), ((2,), ints)
         arrays: list[Any] = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in sizes]
         return RecurrentBatch(*arrays)
@@ -53,7 +54,8 @@ VISIT_FIELDS = tuple(field.name for field in fields(TileVisits))
 def tile_visits(batch: RecurrentBatch, tokens: int, size: int) -> tuple[TileVisits, jax.Array]:
     """Return the visits of the sequences that are not decoded, and the number of real entries. `size`: of a tile."""
     sequence = jnp.arange(batch.max_seqs)
-    begins, ends = batch.query_start[:-1], batch.query_start[1:]
+    begins = batch.query_start[:-1]
+    ends = batch.query_start[1:]
     mixed = (sequence >= batch.counts[0]) & (sequence < batch.counts[1]) & (ends > begins)
     per_sequence = jnp.where(mixed, (ends - 1) // size - begins // size + 1, 0)
     visit_ends = jnp.cumsum(per_sequence)

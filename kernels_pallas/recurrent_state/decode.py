@@ -74,7 +74,8 @@ def decode(
     """
     count, slots, width = inputs.values[0].shape
     size = group_size(count, block_bytes(states))
-    pad, group = -count % size, slots // inputs.keys[0].shape[1]
+    pad = -count % size
+    group = slots // inputs.keys[0].shape[1]
     keys = _rows(inputs.keys)
     columns = min(keys.shape[1], COLUMNS)
     keys, *values = (jnp.pad(x, ((0, pad), (0, 0), (0, 0))) for x in (keys, *inputs.values))
@@ -82,8 +83,11 @@ def decode(
     ends = 1 + len(values), 1 + len(values) + len(inputs.fixed)
 
     def body(layer: Any, count: Any, blocks: Any, first: Any, *refs: Any) -> None:
-        arrays, (_, out, after, selectors, *buffers) = refs[: ends[1]], refs[ends[1] :]
-        keys, values, fixed = arrays[0], arrays[1 : ends[0]], arrays[ends[0] :]
+        arrays = refs[: ends[1]]
+        _, out, after, selectors, *buffers = refs[ends[1] :]
+        keys = arrays[0]
+        values = arrays[1 : ends[0]]
+        fixed = arrays[ends[0] :]
         transfers = StateTransfers(size, count[0], layer[0], blocks, after, *buffers)
         step = pl.program_id(0)
         pl.when(step == 0)(lambda: _fill_selectors(selectors, columns))
@@ -208,7 +212,8 @@ class StateTransfers:
 
     def begin(self) -> None:
         """Start to fetch the next group; return when this one is there, and the buffer for its results is free."""
-        step, steps = pl.program_id(0), pl.num_programs(0)
+        step = pl.program_id(0)
+        steps = pl.num_programs(0)
         pl.when(step == 0)(lambda: self._each(0, self._fetch, start=True))
         pl.when(step + 1 < steps)(lambda: self._each(step + 1, self._fetch, start=True))
         self._each(step, self._fetch, start=False)
@@ -216,7 +221,8 @@ class StateTransfers:
 
     def end(self) -> None:
         """Start to write the results; in the last step, return when all are written."""
-        step, steps = pl.program_id(0), pl.num_programs(0)
+        step = pl.program_id(0)
+        steps = pl.num_programs(0)
         self._each(step, self._write, start=True)
 
         @pl.when(step + 1 == steps)
@@ -233,13 +239,15 @@ class StateTransfers:
                 (copy(step, index).start if start else copy(step, index).wait)()
 
     def _fetch(self, step: Any, index: int) -> Any:
-        buffer, block = _parity(step), self.blocks[step * self.size + index]
+        buffer = _parity(step)
+        block = self.blocks[step * self.size + index]
         return pltpu.make_async_copy(
             self.cache.at[self.layer, block], self.before.at[buffer, index], self.fetched.at[buffer]
         )
 
     def _write(self, step: Any, index: int) -> Any:
-        buffer, block = _parity(step), self.blocks[step * self.size + index]
+        buffer = _parity(step)
+        block = self.blocks[step * self.size + index]
         return pltpu.make_async_copy(
             self.after.at[buffer, index], self.cache.at[self.layer, block], self.written.at[buffer]
         )
@@ -270,7 +278,8 @@ class Columns:
 
     def __init__(self, rows: jax.Array, selectors: Any, columns: int, size: int) -> None:
         """Rows [blocks * columns, LANES or more]; `size` of the lanes are used."""
-        self._selectors, self._columns = selectors, columns
+        self._selectors = selectors
+        self._columns = columns
         self._blocks = [_transposed_parts(rows[at : at + columns])[:size] for at in range(0, len(rows), columns)]
         self._pairs: dict[int, jax.Array] = {}
 

@@ -59,7 +59,8 @@ def select_tokens(
         return select_reference(q, weights, cache, layer, batch, layout, top, decode_only=decode_only)
     check_table(batch, layout)
     options: dict[str, Any] = {"layout": layout, "top": top, "interpret": interpret, "chip": chip}
-    rows, numbers = q.astype(layout.compute_dtype), weights.astype(jnp.float32)
+    rows = q.astype(layout.compute_dtype)
+    numbers = weights.astype(jnp.float32)
     decoded = kernel.select(
         rows[: batch.max_seqs], numbers[: batch.max_seqs], cache, layer, batch, decode=True, **options
     )
@@ -142,7 +143,8 @@ class TokenSelectionArgs:
         def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-        layout, ints = self.layout, jnp.int32
+        layout = self.layout
+        ints = jnp.int32
         pages = -(-self.context // layout.page_size)
         batch: Any = (array(size, ints) for size in ((self.seqs + 1,), (self.seqs,), (self.seqs, pages), (2,)))
         arrays = {

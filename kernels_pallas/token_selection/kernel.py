@@ -162,7 +162,8 @@ class SelectionKernelBody:
 
     def score_mixed(self, tile: Any, span: TileSpan, keys: jax.Array, lanes: Any, start: Any) -> None:
         """Score keys [tokens, W] for the queries of the sequence, and keep the scores of all others."""
-        queries, tokens = self.lengths.shape[0], keys.shape[0]
+        queries = self.lengths.shape[0]
+        tokens = keys.shape[0]
         group = next(n for n in range(max(1, GROUP_ROWS // queries), 0, -1) if self.heads % n == 0)
 
         def add(index: Any, total: jax.Array) -> jax.Array:
@@ -181,7 +182,8 @@ class SelectionKernelBody:
 
     def select(self, longest: Any, chunks: Any) -> None:
         """Write the bits of the tile from its scores."""
-        lengths, top = self.lengths[:, :1], self.top
+        lengths = self.lengths[:, :1]
+        top = self.top
         long = lengths > top
         some_long = longest > top
 
@@ -243,8 +245,10 @@ def select(
 ) -> jax.Array:
     """Return one variant's part of a `SelectedTokens`. q [T, N, H], weights float32 [T, N]; decode: [S, ...]."""
     count, heads, _ = q.shape
-    size, max_pages = DECODE_TILE if decode else MIXED_TILE, batch.page_table.shape[1]
-    tiles, pages = -(-count // size), fetch_pages(max_pages, layout.page_size)
+    size = DECODE_TILE if decode else MIXED_TILE
+    max_pages = batch.page_table.shape[1]
+    tiles = -(-count // size)
+    pages = fetch_pages(max_pages, layout.page_size)
     rows = jnp.pad(layout.to_lanes(q), [(0, tiles * size - count), (0, 0), (0, 0)])[:, None]
     tiled = to_decode_tiles(rows, tiles) if decode else to_mixed_tiles(rows, tiles)
     factors = jnp.pad(weights, ((0, tiles * size - count), (0, -heads % LANES))).reshape(tiles, size, -1)
@@ -269,10 +273,12 @@ def select(
     )
     knobs = make_knobs(1.0, *(None,) * 6)
     scalars, num_tiles = scalar_arguments(layer, batch, knobs, size, tiles, decode=decode)
-    prefetch, context = tuple(vars(scalars).values()), padded_context(max_pages, layout.page_size)
+    prefetch = tuple(vars(scalars).values())
+    context = padded_context(max_pages, layout.page_size)
 
     def body(*refs: Any) -> None:
-        smem, arrays = Scalars(*refs[: len(prefetch)]), refs[len(prefetch) :]
+        smem = Scalars(*refs[: len(prefetch)])
+        arrays = refs[len(prefetch) :]
         q_ref, w_ref, cache_ref, out, kv, scores, wide, lengths, slot, fetched = arrays
         plan = KernelPlan(static, smem)
         transfers = Transfers(plan, None, cache_ref, kv, fetched, None)

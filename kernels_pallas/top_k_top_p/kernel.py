@@ -33,7 +33,9 @@ MAX_PASSES = 3 * 33
 UNDERFLOW = 87.0
 """exp(-87) is about the smallest float32: smaller weights add nothing to a mass."""
 
-TOP_K, TOP_P, MIN_P = 1, 2, 4
+TOP_K = 1
+TOP_P = 2
+MIN_P = 4
 """Flags: which limits any row of a block uses."""
 
 
@@ -116,7 +118,8 @@ class ThresholdKernelBody:
 
     def top_p_threshold(self, floor: jax.Array, best: jax.Array) -> jax.Array:
         """Return the largest threshold [8, 128] in [floor, best] that keeps top-p of the mass from `floor` on."""
-        temperature, share = spread(self.temperature[...]), spread(self.top_p[...])
+        temperature = spread(self.temperature[...])
+        share = spread(self.top_p[...])
         inverse = 1.0 / temperature
 
         def weigh(columns: Any, x: jax.Array, total: jax.Array) -> jax.Array:
@@ -198,7 +201,8 @@ def guess(bracket: ThresholdBracket, target: jax.Array, number: jax.Array) -> ja
     top = jnp.maximum(over, 1.0)
     exponential = low + (high - low) * (jnp.log(mass / target) / jnp.log(mass / top))
     valid = (low > -jnp.inf) & (mass > top) & (jax.lax.rem(number, 3) != 2)
-    a, b = ordered(low), ordered(high)
+    a = ordered(low)
+    b = ordered(high)
     middle = ordered((a & b) + ((a ^ b) >> 1), back=True)  # their mean, without overflow
     t = jnp.minimum(jnp.where(valid, exponential, middle), high)
     return jnp.where(t > low, t, high)

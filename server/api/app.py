@@ -207,7 +207,8 @@ def _add_middlewares(app: FastAPI, config: ServerConfig, metrics: Metrics) -> No
 def _add_middleware(app: FastAPI, name: str) -> None:
     """Add an ASGI middleware class or an async function of (request, call_next)."""
     middleware = load_plugin("--middleware", name)
-    is_class, is_function = inspect.isclass(middleware), inspect.iscoroutinefunction(middleware)
+    is_class = inspect.isclass(middleware)
+    is_function = inspect.iscoroutinefunction(middleware)
     if is_class:
         app.add_middleware(middleware)
     elif is_function:

@@ -164,7 +164,8 @@ async def prepare_fitting(state: ServerState, conversation: Conversation, params
         middle = len(starts) // 2
         candidate = await fitting(messages[:head] + messages[starts[middle] :])
         if candidate is not None:
-            longest, starts = candidate, starts[:middle]
+            longest = candidate
+            starts = starts[:middle]
         else:
             starts = starts[middle + 1 :]
     return longest
@@ -394,7 +395,8 @@ def _for_plugins(
     formats: _OutputFormats, state: ServerState, conversation: Conversation, params: SamplingParams
 ) -> tuple[_OutputFormats, SamplingParams]:
     """Return formats and params after plugins of vLLM's interface read and adjusted the request. Raise PluginError."""
-    reasoning, calls = formats.reasoning, formats.calls
+    reasoning = formats.reasoning
+    calls = formats.calls
     if not isinstance(reasoning, VllmReasoningFormat) and not isinstance(calls, VllmToolFormat):
         return formats, params
     request = _parser_request(state, conversation, params)
@@ -552,7 +554,8 @@ def _add_grammar(
     state: ServerState, params: SamplingParams, conversation: Conversation, tools: Sequence[Tool]
 ) -> SamplingParams:
     """Return the params with the grammar of tool calls. Raise RequestError if it excludes structured_outputs."""
-    structured, choice = params.structured_outputs, conversation.tool_choice
+    structured = params.structured_outputs
+    choice = conversation.tool_choice
     parallel = conversation.parallel_tool_calls
     if structured is None and choice == "auto":
         strict = None if state.tool_format is None else strict_calls(state.tool_format, tools, parallel=parallel)

@@ -75,7 +75,9 @@ def engine_processes(config: EngineConfig) -> list[EngineProcess]:
     engines = _num_engines(config)
     if engines == 1:
         return [EngineProcess(config)]
-    backend, parallel, runtime = choose_backend(config.model.backend), config.parallel, config.runtime
+    backend = choose_backend(config.model.backend)
+    parallel = config.parallel
+    runtime = config.runtime
     cores = sorted(os.sched_getaffinity(0)) if backend == "reference" and hasattr(os, "sched_getaffinity") else []
     return [
         EngineProcess(

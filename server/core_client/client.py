@@ -131,7 +131,8 @@ class Supervisor:
         self.failed: Failed | None = None
         self.ready = False
         self._last_message = self._last_progress = clock()
-        self._steps, self._busy = 0, False
+        self._steps = 0
+        self._busy = False
 
     def note(self, message: FromEngine) -> None:
         """Record a message from the engine."""
@@ -140,11 +141,13 @@ class Supervisor:
             case Heartbeat(steps, busy):
                 if steps != self._steps or not busy:
                     self._last_progress = self._last_message
-                self._steps, self._busy = steps, busy
+                self._steps = steps
+                self._busy = busy
             case StepReply():
                 self._last_progress = self._last_message
             case Ready():
-                self.ready, self._last_progress = True, self._last_message
+                self.ready = True
+                self._last_progress = self._last_message
             case Failed():
                 self.failed = self.failed or message
             case _:
@@ -178,7 +181,9 @@ class CoreClientAsync:
         kills_stuck: bool = False,
     ) -> None:
         self._client = client
-        self._listener, self._on_death, self._on_stuck = listener, on_death, on_stuck
+        self._listener = listener
+        self._on_death = on_death
+        self._on_stuck = on_stuck
         self._kills_stuck = kills_stuck
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.TimerHandle | None = None
@@ -342,7 +347,10 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = QueueLimits(sequences=config.max_num_queued_reqs, tokens=config.max_num_queued_tokens)
-        self._config, self._engine, self._sleep, self._use = config, engine, sleep, use
+        self._config = config
+        self._engine = engine
+        self._sleep = sleep
+        self._use = use
         self._on_rejected = on_rejected
         self._overload = Overload(clock)
 
@@ -424,7 +432,8 @@ class AsyncSleep:
     """The API process's view of which parts of the engine's memory are offloaded."""
 
     def __init__(self, config: ModelConfig, engine: CoreClientAsync) -> None:
-        self._config, self._engine = config, engine
+        self._config = config
+        self._engine = engine
         self._asleep: tuple[str, ...] = ()
 
     @property

@@ -211,7 +211,8 @@ class IncidentWriter:
     """Writes snapshots of one engine. Thread-safe, as far as the engine's own thread does not need to take part."""
 
     def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
-        self._config, self._built = config, built
+        self._config = config
+        self._built = built
 
     def write(self, cause: str, error: BaseException | None = None) -> Path:
         """Write a snapshot and return its path. Raises OSError."""
@@ -279,7 +280,8 @@ class ThreadClient:
 
     def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
         with self._listener_lock:
-            self._loop, self._listener = loop, listener
+            self._loop = loop
+            self._listener = listener
             if self._supervisor.failed is not None:
                 loop.call_soon_threadsafe(listener, self._supervisor.failed)
 

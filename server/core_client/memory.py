@@ -35,7 +35,8 @@ class MemoryTrimmer:
         self._resident = resident or resident_bytes
         self._trim = trim or _glibc_trim()
         self._lowest = self._resident()
-        self._next, self._pause = 0.0, MIN_SECONDS
+        self._next = 0.0
+        self._pause = MIN_SECONDS
 
     def check(self) -> None:
         """Trim if memory has grown, unless a trim was tried not long ago."""

@@ -178,7 +178,8 @@ class ProcessClient:
     def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._out.FD)
-        self._loop, self._listener = loop, listener
+        self._loop = loop
+        self._listener = listener
         loop.add_reader(self._out.FD, self._deliver)
         loop.call_soon(self._deliver)  # the socket's descriptor signals changes only
         if self._status() is not None:
@@ -385,7 +386,8 @@ def _merge_steps(steps: list[StepOutputs]) -> list[FromEngine]:
 
 def _merge_outputs(outputs: list[EngineOutput]) -> EngineOutput:
     """Merge outputs of one sequence: first-only fields, last-only fields, and all tokens."""
-    first, last = outputs[0], outputs[-1]
+    first = outputs[0]
+    last = outputs[-1]
     logprobs = None
     if first.logprobs is not None:
         logprobs = [position for output in outputs for position in output.logprobs or ()]

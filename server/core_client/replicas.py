@@ -84,12 +84,15 @@ def _prefixes(request: EngineRequest) -> list[int]:
     if request.prompt_embeds is not None or request.pooling is not None:
         return []
     tokens = request.prompt_token_ids
-    state, end, length = hash((request.cache_salt, request.adapter)), 0, _SHORTEST_PREFIX
+    state = hash((request.cache_salt, request.adapter))
+    end = 0
+    length = _SHORTEST_PREFIX
     prefixes = []
     while length <= len(tokens):
         state = hash((state, *tokens[end:length]))
         prefixes.append(state)
-        end, length = length, 2 * length
+        end = length
+        length = 2 * length
     return prefixes
 
 
@@ -97,7 +100,8 @@ class _Call:
     """A command that was sent to several replicas."""
 
     def __init__(self, command: Command, waiting: set[int]) -> None:
-        self.command, self.waiting = command, waiting
+        self.command = command
+        self.waiting = waiting
         self.replies: list[Reply] = []
 
 

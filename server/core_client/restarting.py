@@ -75,7 +75,8 @@ class RestartingClient:
         return self._client.poll_ready(timeout_ms)
 
     def listen(self, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
-        self._loop, self._listener = loop, listener
+        self._loop = loop
+        self._listener = listener
         if self._cause is None:
             self._client.listen(loop, self._relay)
 
@@ -199,7 +200,8 @@ class RestartingClient:
         if self._closed or self._loop is None:
             client.close(timeout=0)
             return
-        self._client, self._cause = client, None
+        self._client = client
+        self._cause = None
         client.listen(self._loop, self._relay)
         self._tell(Ready(info))
 

@@ -57,7 +57,9 @@ class ClientRouter:
     def __init__(
         self, count: int, send: Callable[[int, FromEngine], None], broadcast: Callable[[FromEngine], None]
     ) -> None:
-        self._count, self._send, self._broadcast = count, send, broadcast
+        self._count = count
+        self._send = send
+        self._broadcast = broadcast
         self._clients: dict[str, int] = {}  # client of each unfinished sequence
         self._uses = [QueueUse() for _ in range(count)]  # of those, by client
         self._reported = [0.0] * count  # when a client last got statistics
@@ -134,7 +136,8 @@ class ClientRouter:
         if now - self._told[client] < OTHERS_SECONDS:
             return None
         self._told[client] = now
-        total, owners = Load(), dict[str, Load]()
+        total = Load()
+        owners = dict[str, Load]()
         for use in uses:
             total += use.total
             for owner, load in use.owners.items():
@@ -181,7 +184,9 @@ class SharedInbox:
     """Implements Inbox with the commands of all clients."""
 
     def __init__(self, socket: zmq.Socket[bytes], router: ClientRouter, decode: Callable[[bytes], ToEngine]) -> None:
-        self._socket, self._router, self._decode = socket, router, decode
+        self._socket = socket
+        self._router = router
+        self._decode = decode
 
     def receive(self, wait: bool) -> list[ToEngine]:
         commands = [self._command(self._socket.recv_multipart())] if wait else []

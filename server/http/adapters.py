@@ -86,7 +86,8 @@ class ServedAdapters:
     """The adapters of one server. `entries`: of --lora-modules. Raises ConfigError for one that cannot be served."""
 
     def __init__(self, llm: AsyncLLM, entries: Sequence[str]) -> None:
-        self._llm, self._lock = llm, asyncio.Lock()
+        self._llm = llm
+        self._lock = asyncio.Lock()
         self._resolved: dict[str, None] = {}  # names, in the order in which they came
         self._failed: dict[str, _Failure] = {}
         self._modules = lora_modules(entries)
@@ -230,7 +231,8 @@ def _filesystem() -> tuple[FilesystemResolver, ...]:
 
 def _allowed_folder(path: str) -> str:
     """Return the folder of an adapter. Raises HttpError for none, RequestError outside the resolver's folder."""
-    folder, allowed = Path(path), LORA_RESOLVER_CACHE_DIR.read()
+    folder = Path(path)
+    allowed = LORA_RESOLVER_CACHE_DIR.read()
     if not path or "\0" in path or not folder.is_dir():
         raise HttpError(404, f"{path[:200]!r} is not a folder on the server", "lora_path")
     if allowed is not None and not folder.resolve().is_relative_to(Path(allowed).resolve()):

@@ -105,7 +105,10 @@ SMALL: Final = MAX_OBJECTS
 """Size in bytes up to which a body cannot exceed any of these limits."""
 
 _CHUNK: Final = 1 << 20
-_ITEM, _KEY, _OPEN, _QUOTE = 1, 2, 3, 4
+_ITEM = 1
+_KEY = 2
+_OPEN = 3
+_QUOTE = 4
 _KINDS: Final = np.zeros(256, np.uint8)
 for _characters, _kind in ((b",", _ITEM), (b":", _KEY), (b"[{", _OPEN), (b'"', _QUOTE)):
     for _character in _characters:
@@ -337,7 +340,8 @@ class RequestBody(BaseModel):
 
     def in_own_names(self, error: RequestError) -> RequestError:
         """Return the error with SamplingParams' field name replaced by this API's."""
-        field, message = self.own_name(error.field), str(error)
+        field = self.own_name(error.field)
+        message = str(error)
         if message.startswith(error.field):
             message = field + message.removeprefix(error.field)
         return RequestError(field, message)
@@ -483,7 +487,8 @@ def _refusal(body_type: type[RequestBody], ignored: Ignored) -> RequestError:
 
 
 def _refuse_unsupported(body: RequestBody, name: str) -> None:
-    field, value = type(body).model_fields[name], getattr(body, name)
+    field = type(body).model_fields[name]
+    value = getattr(body, name)
     if _is_marked(field, _IDLE) and isinstance(value, dict) and not any(value.values()):
         return
     if not _is_harmless(value, field):
@@ -535,7 +540,8 @@ def _parts(loc: _Parts, given: Any, missing: bool) -> _Parts:
     """Return the path of an error within the given JSON, without the union tags that pydantic adds."""
     if not loc:
         return ()
-    part, following = loc[0], loc[1:]
+    part = loc[0]
+    following = loc[1:]
     skipped = _parts(following, given, missing)
     known = part in given if isinstance(given, dict) else isinstance(given, list) and part in range(len(given))
     if known:

@@ -143,7 +143,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._discards:
             return
         if self._reading is _Reading.NOTHING:
-            self._reading, self._head_bytes = _Reading.HEAD, 0
+            self._reading = _Reading.HEAD
+            self._head_bytes = 0
         before = self._reading, self._body_bytes
         if self._reading is _Reading.HEAD:
             self._head_bytes += len(data)
@@ -183,7 +184,9 @@ class BoundedProtocol(HttpToolsProtocol):
             raise _RefusedError
         self.scope[TRANSPORT] = self.transport  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
-        self._reading, self._head_bytes, self._body_bytes = _Reading.BODY, 0, 0
+        self._reading = _Reading.BODY
+        self._head_bytes = 0
+        self._body_bytes = 0
         self._body_began = self._body_moved = self.loop.time()
 
     def on_body(self, body: bytes) -> None:
@@ -194,7 +197,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Start the keep-alive timer if the request was answered before it was complete."""
         super().on_message_complete()
-        self._reading, self._head_bytes = _Reading.NOTHING, 0
+        self._reading = _Reading.NOTHING
+        self._head_bytes = 0
         if self.cycle.response_complete and not self.transport.is_closing():
             self._stop_timer()
             self._unset_keepalive_if_required()
@@ -274,9 +278,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _check_body(self) -> None:
         """Refuse a stalled or slow body. Time during which the server paused reading does not count."""
-        now, seconds = self.loop.time(), self._limits.timeout_body
+        now = self.loop.time()
+        seconds = self._limits.timeout_body
         if self.flow.read_paused or self.cycle.waiting_for_100_continue:
-            self._body_began, self._body_moved, self._body_bytes = now, now, 0
+            self._body_began = now
+            self._body_moved = now
+            self._body_bytes = 0
         late = now - self._body_moved >= seconds
         if late or self._body_bytes < MIN_BODY_RATE * (now - self._body_began - seconds):
             why = f"stalled for {seconds:g} s" if late else f"is slower than {MIN_BODY_RATE} bytes per second"
@@ -309,7 +316,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_timer(self, seconds: float, then: Callable[[], None], timed: _Reading | None = None) -> None:
         self._stop_timer()
-        self._timer, self._timed = self.loop.call_later(max(seconds, 0.05), then), timed
+        self._timer = self.loop.call_later(max(seconds, 0.05), then)
+        self._timed = timed
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -383,7 +391,8 @@ class LimitedLog:
             self._skipped += 1
             return
         more = f" ({self._skipped} more since the last line)" if self._skipped else ""
-        self._last, self._skipped = now, 0
+        self._last = now
+        self._skipped = 0
         logger.warning("%s%s", message, more)
 
 
@@ -404,8 +413,12 @@ class Acceptor:
         tls: Callable[[], ssl.SSLContext] | None = None,
         at_once: int = ACCEPTED_AT_ONCE,
     ) -> None:
-        self._listener, self._make, self._connections = listener, make, connections
-        self._limit, self._tls, self._at_once = limit, tls, at_once
+        self._listener = listener
+        self._make = make
+        self._connections = connections
+        self._limit = limit
+        self._tls = tls
+        self._at_once = at_once
         self._handshake_seconds = handshake_seconds
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()

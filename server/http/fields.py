@@ -455,7 +455,8 @@ class SamplingFields(StructuredFields, ClientHints):
         return self.best_of is not None and self.best_of != (self.n or 1)
 
     def _best_of(self) -> int:
-        n, best_of = self.n or 1, self.best_of or 0
+        n = self.n or 1
+        best_of = self.best_of or 0
         if self.stream:
             raise RequestError("best_of", "best_of cannot be streamed: the best are only known at the end")
         if best_of < n:
@@ -630,7 +631,10 @@ class CompletionLogprobs:
 
     def take(self, token_ids: Sequence[int], positions: Sequence[LogprobsOnePosition | None]) -> dict[str, Any]:
         """Return the entries of the next tokens; null for a position without log-probabilities (a prompt's first)."""
-        tokens, logprobs, tops, offsets = [], [], [], []
+        tokens = []
+        logprobs = []
+        tops = []
+        offsets = []
         for token, position in zip(token_ids, positions):
             chosen = None if position is None else position.get(token)
             text = self._names.text(token, chosen)
@@ -675,7 +679,8 @@ def prompt_logprobs(positions: PromptLogprobs) -> list[dict[str, Any] | None]:
 OTHER = "<other>"
 """Tag of unsupported types."""
 
-TEXT, LIST = "<text>", "<list>"
+TEXT = "<text>"
+LIST = "<list>"
 """Tags of a union of a string and a list."""
 
 

@@ -34,7 +34,9 @@ class Forwarder:
     """ASGI middleware: forwards STATEFUL paths, with and without `prefix`, to the HTTP server at a unix socket."""
 
     def __init__(self, app: ASGIApp, path: str, prefix: str) -> None:
-        self._app, self._path, self._prefix = app, path, prefix
+        self._app = app
+        self._path = path
+        self._prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not self._is_stateful(scope["path"]):

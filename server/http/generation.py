@@ -64,7 +64,8 @@ class RequestLog:
         """Log a prompt that is submitted."""
         if not self._logs_prompts:
             return
-        shown, params = _shown_prompt(prompt, self._limit), shortened(repr(self._params), 1000)
+        shown = _shown_prompt(prompt, self._limit)
+        params = shortened(repr(self._params), 1000)
         logger.info("request %s: %s, params %s, user %r", request_id, shown, params, user)
 
     def log_output(self, request_id: str, output: RequestOutput) -> None:
@@ -217,14 +218,17 @@ class Generation(PromptBatch):
                 f"n {params.n} for {len(prompts)} prompts makes {sequences} sequences; "
                 f"at most {MAX_SEQUENCES} are allowed in one request",
             )
-        stops, limit = len(params.stop_strings), state.config.max_stop_strings
+        stops = len(params.stop_strings)
+        limit = state.config.max_stop_strings
         if stops > limit:
             raise RequestError("stop", f"stop has {stops} strings; at most {limit} are allowed (--max-stop-strings)")
         super().__init__(state, request_id, params, priority, user, began)
         self.ignored = self._unread(params.extra_args or {}, strict=state.config.strict_requests)
-        self._prompts, self._sequences = prompts, sequences
+        self._prompts = prompts
+        self._sequences = sequences
         self._origin = replace(self._origin, prompts=len(prompts))
-        self._params, self._adapter = params, state.adapter(model)
+        self._params = params
+        self._adapter = state.adapter(model)
         self.accepted = asyncio.Event()
         self._ids = [f"{self._stem}-{index}" for index in range(len(prompts))]
 

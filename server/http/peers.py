@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 TIMEOUT_SECONDS: Final = 1.0
 """How long a process has for its report; of a later one its last report counts."""
 
-_LOAD, _ALL = b"l", b"a"
+_LOAD = b"l"
+_ALL = b"a"
 
 
 class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +36,10 @@ class ApiPeers:
     """
 
     def __init__(self, address: str, index: int, count: int, report: Callable[[bool], PeerReport]) -> None:
-        self._address, self.index, self._count, self._report = address, index, count, report
+        self._address = address
+        self.index = index
+        self._count = count
+        self._report = report
         self._last: dict[tuple[int, bool], PeerReport] = {}
         self._server: asyncio.Server | None = None
 

@@ -44,7 +44,8 @@ async def preview(
         "token_offsets": None,
     }
     if options.offsets:
-        size, special = len(ready.text or ""), options.special_tokens
+        size = len(ready.text or "")
+        special = options.special_tokens
         shown["token_offsets"] = await state.engine.text_threads.run(size, _offsets, state, ready, params, special)
     return shown
 
@@ -60,7 +61,9 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
 
 def _offsets(state: ServerState, prompt: Prompt, params: SamplingParams, special: bool) -> list[tuple[int, int]] | None:
     """Return each token's (begin, end) in the text, in characters; None for a prompt of token ids."""
-    tokenizer, text, kept = state.tokenizer(), prompt.text, len(prompt.token_ids)
+    tokenizer = state.tokenizer()
+    text = prompt.text
+    kept = len(prompt.token_ids)
     if tokenizer is None or text is None:
         return None
     literal: Sequence[Span] = prompt.literal

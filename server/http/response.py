@@ -225,7 +225,8 @@ async def respond(
         whole = await cancel_on_disconnect(request.receive, state.stopping, _whole(source, builder))
         headers |= load_report(request.headers.get(LOAD_FORMAT_HEADER), state.engine.stats)
         return Response(whole, headers=headers, media_type=JSON)
-    pause, log_errors = config.sse_keep_alive_interval, config.log_error_stack
+    pause = config.sse_keep_alive_interval
+    log_errors = config.log_error_stack
     events = _events(source, builder, style, pause=pause, log_errors=log_errors)
     first = await cancel_on_disconnect(request.receive, state.stopping, anext(events))
     return EventStream(first, events, state.stopping, headers, style)
@@ -323,7 +324,8 @@ async def with_pauses(items: AsyncGenerator[T, None], seconds: float) -> AsyncGe
                 if not done:
                     yield None
                     continue
-                item, pending = pending.result(), None
+                item = pending.result()
+                pending = None
                 yield item
         except StopAsyncIteration:
             pass
@@ -378,7 +380,8 @@ class DisconnectMiddleware:
         task = asyncio.current_task()
         assert task is not None
         watch: asyncio.Future[None] | None = None  # of the connection, once the body has been read
-        is_preparing, is_cancelled = True, False
+        is_preparing = True
+        is_cancelled = False
 
         def end(_: object) -> None:
             nonlocal is_cancelled

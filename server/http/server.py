@@ -402,7 +402,8 @@ class ApiKeyMiddleware:
         """Return the digest of the request's key; None without a valid one."""
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        bearer, other = self._match(key), self._match(headers.get("x-api-key", ""))
+        bearer = self._match(key)
+        other = self._match(headers.get("x-api-key", ""))
         return bearer if bearer is not None and scheme.lower() == "bearer" else other
 
     def _match(self, key: str) -> bytes | None:
@@ -493,7 +494,10 @@ class OverloadMiddleware:
         paths: Container[str],
         answer: Callable[[Request, Exception], Awaitable[Response]],
     ) -> None:
-        self._app, self._check, self._paths, self._answer = app, check, paths, answer
+        self._app = app
+        self._check = check
+        self._paths = paths
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and get_route_path(scope) in self._paths:
@@ -541,7 +545,8 @@ class RouteSpellingMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            path, method = get_route_path(scope), scope["method"]
+            path = get_route_path(scope)
+            method = scope["method"]
             if len(path) > 1 and path[-1] == "/" and path[-2] != "/":
                 scope = {**scope, "path": scope["path"][:-1]}
             if method == "HEAD":

@@ -246,7 +246,8 @@ class ServerState:
         if self.peers is None:
             return totals
         reports = await self.peers.reports(metrics=False)
-        prompted, generated = (sum(report.prompted for report in reports), sum(report.generated for report in reports))
+        prompted = sum(report.prompted for report in reports)
+        generated = sum(report.generated for report in reports)
         return replace(totals, prompt_tokens=prompted, generation_tokens=generated)
 
     async def log_stats(self) -> None:
@@ -289,7 +290,8 @@ def key_share(scheduler: SchedulerConfig, num_keys: int) -> float:
 
 def queue_limits(config: EngineConfig, info: EngineInfo, num_keys: int) -> QueueLimits:
     """Return the limits of a server's queue: those that are set, else by what the engine runs."""
-    scheduler, limits = config.scheduler, info.limits
+    scheduler = config.scheduler
+    limits = info.limits
     running = limits.max_num_seqs * config.parallel.data_parallel_size
     seconds = scheduler.max_overload_seconds
     if seconds is None and scheduler.max_num_queued_reqs is None:
@@ -308,7 +310,8 @@ def cache_labels(config: EngineConfig, info: EngineInfo) -> dict[str, object]:
 
     What has no equivalent has the value that vLLM has when its feature is off.
     """
-    cache, limits = config.cache, info.limits
+    cache = config.cache
+    limits = info.limits
     tokens = int(info.max_concurrency * limits.max_model_len) or None
     configured: dict[str, object] = {
         "block_size": limits.block_size,

@@ -238,6 +238,8 @@ class DeltaParser:
         starts = [0, *ends[:-1]]
         parsed = b"".join(token.text for token in self._awaiting_events)
         offset = next((start for start in starts if parsed.startswith(text, start)), max(0, len(parsed) - len(text)))
-        first, after = bisect_right(ends, offset), bisect_left(starts, offset + len(text))
-        tokens, self._awaiting_events = self._awaiting_events[first:after], self._awaiting_events[after:]
+        first = bisect_right(ends, offset)
+        after = bisect_left(starts, offset + len(text))
+        tokens = self._awaiting_events[first:after]
+        self._awaiting_events = self._awaiting_events[after:]
         return [token for token in tokens if token.text]

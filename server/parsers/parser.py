@@ -247,7 +247,8 @@ class BlockBuilder:
     def _text(self, kind: BlockKind, text: str) -> Iterator[BlockEvent]:
         if self._open is None or self._open.kind != kind:
             if self._blank_kind != kind:
-                self._blank_kind, self._blank = kind, []
+                self._blank_kind = kind
+                self._blank = []
             self._blank.append(text)
             if not text or text.isspace():
                 return
@@ -258,7 +259,8 @@ class BlockBuilder:
     def _start(self, block: OutputBlock) -> Iterator[BlockEvent]:
         yield from self._stop()
         self._blank = []
-        self._open, self._has_blocks = block, True
+        self._open = block
+        self._has_blocks = True
         yield BlockStart(block)
 
     def _stop(self) -> Iterator[BlockEvent]:

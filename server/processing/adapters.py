@@ -88,7 +88,8 @@ class AdapterRegistry:
 
     def new(self, name: str, path: str) -> Adapter:
         """Return an adapter with a number of its own, or a new version of the one that has the name."""
-        served, version = self._served.get(name), next(self._new_versions)
+        served = self._served.get(name)
+        version = next(self._new_versions)
         if served is not None:
             return replace(served.adapter, path=path, version=version)
         return Adapter(number=1 + max(self._added, default=0), name=name, path=path, version=version)

@@ -63,7 +63,8 @@ _REFUSED_KEYS = {
     **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"), "this version serves text only"),
     **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "the model is not an encoder-decoder model"),
 }
-_ENCODER, _DECODER = "encoder_prompt", "decoder_prompt"
+_ENCODER = "encoder_prompt"
+_DECODER = "decoder_prompt"
 
 # Prompts and options.
 
@@ -189,7 +190,8 @@ class PreparedRequest:
     @property
     def load(self) -> Load:
         """What the request uses of the queue."""
-        prompt, sequences = self.prompt, len(self.children)
+        prompt = self.prompt
+        sequences = len(self.children)
         encoded = 0 if prompt.encoder is None else len(prompt.encoder.token_ids)
         return Load(sequences, sequences * (len(prompt.token_ids) + encoded))
 
@@ -233,12 +235,14 @@ class InputProcessor:
         max_cost: int | None = None,
     ) -> None:
         self.templates = TemplateRenderer()
-        self._info, self._max_cost = info, max_cost
+        self._info = info
+        self._max_cost = max_cost
         self._constraints = OutputConstraints(structured, tokenizer, info.answers.reasoning)
         self._tokenizer = tokenizer
         self._max_output: int | None = info.sampling_defaults.get("max_tokens")  # cap of the generation config
         self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, info.vocab_size)
-        self._read_arguments, self._named_unread = read_arguments(config), False
+        self._read_arguments = read_arguments(config)
+        self._named_unread = False
         self._param_checks = param_checks(config)
         self._seeds = random.Random(config.seed)  # requests without a seed differ, runs repeat
         self._reserved = 1 if info.pooling is None else 0  # positions of the context that the output needs
@@ -298,7 +302,8 @@ class InputProcessor:
         `text`: how to tokenise; None: as the params say. `arrival_time`: Unix seconds; None: now. `adapter`: the LoRA
         adapter of the request, of generating models. `origin`: the caller's request that the prompt is of.
         """
-        now, arrival = time.time(), time.monotonic()
+        now = time.time()
+        arrival = time.monotonic()
         if arrival_time is None:
             arrival_time = now
         arrival -= max(0.0, now - arrival_time)
@@ -341,7 +346,8 @@ class InputProcessor:
         if isinstance(prompt, Mapping) and _ENCODER in prompt:
             if others := [str(key) for key in prompt if key not in (_ENCODER, _DECODER)]:
                 raise RequestError(others[0], f"unknown prompt key {others[0]!r} beside '{_ENCODER}' and '{_DECODER}'")
-            read_prompt, decoder = prompt[_ENCODER], prompt.get(_DECODER)
+            read_prompt = prompt[_ENCODER]
+            decoder = prompt.get(_DECODER)
         check = partial(_check_encoder_count, encoder.max_tokens)
         read = self._parse(read_prompt, options, options.keep(encoder.max_tokens), check)
         if not read.token_ids:
@@ -367,7 +373,8 @@ class InputProcessor:
         if not isinstance(prompt, Mapping):
             return _token_prompt("prompt", prompt, options, keep, check)
         check_keys(prompt)
-        salt, text = prompt.get("cache_salt"), prompt.get("prompt")
+        salt = prompt.get("cache_salt")
+        text = prompt.get("prompt")
         if salt is not None and not (isinstance(salt, str) and salt):
             raise RequestError("cache_salt", "cache_salt must be a non-empty string")
         if salt is not None and len(salt) > MAX_SALT_CHARACTERS:
@@ -387,7 +394,8 @@ class InputProcessor:
         self, first: str, second: str, options: TextOptions = PLAIN, template: PairTemplate | None = None
     ) -> Prompt:
         """Return two texts as one prompt, as a cross-encoder reads them. Raises RequestError."""
-        keep, tokenizer = options.keep(self._info.limits.max_model_len, self._reserved), self.tokenizer
+        keep = options.keep(self._info.limits.max_model_len, self._reserved)
+        tokenizer = self.tokenizer
         if template is not None:
             messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
             text = render_chat(
@@ -405,7 +413,8 @@ class InputProcessor:
         return Prompt(None, ids, second_text=second_text)
 
     def _encoded(self, text: str, options: TextOptions, keep: int | None) -> Prompt:
-        special, side = options.add_special_tokens, options.truncation_side
+        special = options.add_special_tokens
+        side = options.truncation_side
         if self._info.pooling is not None:  # special tokens survive truncation
             return Prompt(None, encode(self.tokenizer, text, special=special, keep=keep, side=side))
         return Prompt(text, _encode_cut(self.tokenizer, text, special, keep, side))
@@ -423,7 +432,8 @@ class InputProcessor:
         return Prompt(prompt.get("prompt"), [0] * embeds.count, prompt.get("cache_salt"), embeds)
 
     def _check_count(self, count: int) -> None:
-        limit, longest = self._info.limits.max_model_len, self._info.limits.max_model_len - self._reserved
+        limit = self._info.limits.max_model_len
+        longest = self._info.limits.max_model_len - self._reserved
         if count > longest:  # clients recognise the first words and shorten the conversation
             output = ", and the answer needs at least 1" if self._reserved else ""
             raise RequestError(
@@ -439,7 +449,8 @@ class InputProcessor:
         check_token_ids("prompt", prompt.token_ids, self._info.vocab_size)
 
     def _check_params(self, prompt: Prompt, params: SamplingParams) -> None:
-        left, vocab = self._info.limits.max_model_len - len(prompt.token_ids), self._info.vocab_size
+        left = self._info.limits.max_model_len - len(prompt.token_ids)
+        vocab = self._info.vocab_size
         if params.max_tokens is None and params.min_tokens > left:
             raise RequestError("min_tokens", f"min_tokens {params.min_tokens} does not fit the {left} left")
         if self._max_output is not None and params.min_tokens > self._max_output:
@@ -509,7 +520,8 @@ class InputProcessor:
         ends = eos | frozenset(params.stop_token_ids or ())
         if params.max_tokens is not None:
             max_tokens = min(params.max_tokens, max_tokens)
-        embeds, encoder = prompt.embeds, prompt.encoder
+        embeds = prompt.embeds
+        encoder = prompt.encoder
         token_ids = prompt.token_ids if embeds is None else [EMBEDDED] * embeds.count
         prompt_tokens = len(token_ids) + (0 if encoder is None else len(encoder.token_ids))
         if self._max_cost is not None:
@@ -563,7 +575,8 @@ def is_token_ids(value: object) -> TypeGuard[Sequence[int]]:
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raise RequestError naming `field` for ids that are not in the vocabulary."""
-    low, high = min(token_ids, default=0), max(token_ids, default=0)
+    low = min(token_ids, default=0)
+    high = max(token_ids, default=0)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise RequestError(field, f"token id {bad} is out of vocabulary: ids are 0 to {vocab_size - 1}")
@@ -688,12 +701,15 @@ def encode_pair(
     whole, type_one = tokenizer.encode_pair(first, second)
     if keep is None or len(whole) <= keep:
         return whole, type_one
-    one, two = tokenizer.encode(first, False), tokenizer.encode(second, False)
+    one = tokenizer.encode(first, False)
+    two = tokenizer.encode(second, False)
     start = _find(one, whole, 0)
     middle = _find(two, whole, start + len(one))
     budget = _text_budget(keep, len(whole) - len(one) - len(two))
     keep_one, keep_two = _split_pair(len(one), len(two), budget)
-    before, between, after = whole[:start], whole[start + len(one) : middle], whole[middle + len(two) :]
+    before = whole[:start]
+    between = whole[start + len(one) : middle]
+    after = whole[middle + len(two) :]
     ids = [*before, *cut(one, keep_one, side), *between, *cut(two, keep_two, side), *after]
     return ids, None if type_one is None else type_one - (len(one) - keep_one)
 

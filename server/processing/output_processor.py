@@ -47,7 +47,8 @@ from pagoda.server.processing.queue_use import QueueUse, last_of_most
 if TYPE_CHECKING:
     from pagoda.common.observe.tracing import RequestTrace, Tracer
 
-_DELTA, _FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+_DELTA = RequestOutputKind.DELTA
+_FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 
 OutputT = TypeVar("OutputT", RequestOutput, RawPoolingOutput)
 
@@ -57,7 +58,9 @@ class PendingLogprobs:
 
     def __init__(self, entries: list[PositionLogprobs], prompt: Sequence[int], tokenizer: Tokenizer | None) -> None:
         """`prompt`: its token ids; `tokenizer`: None leaves the texts of tokens out."""
-        self._entries, self._prompt, self._tokenizer = entries, prompt, tokenizer
+        self._entries = entries
+        self._prompt = prompt
+        self._tokenizer = tokenizer
 
     @property
     def num_candidates(self) -> int:
@@ -95,7 +98,8 @@ class OutputProcessor:
         pending: dict[str, PendingLogprobs] | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        self._pending, self._tracer = pending, tracer
+        self._pending = pending
+        self._tracer = tracer
         self._tokenizer = tokenizer
         self._interval = stream_interval
         self._events = events
@@ -327,7 +331,8 @@ def _generation_trace(request: RunningRequest, reason: str) -> RequestTrace:
     """Return the trace of a request whose last sequence ended for this reason."""
     from pagoda.common.observe.tracing import RequestTrace  # needs the extra otlp
 
-    prepared, metrics = request.prepared, request.metrics
+    prepared = request.prepared
+    metrics = request.metrics
     params = prepared.params
     assert isinstance(params, SamplingParams)
     return RequestTrace(
@@ -406,7 +411,8 @@ def _count_tokens(sequence: SequenceState, new_tokens: int, now: float, events: 
 
 
 def _add_finished(events: RequestEvents, sequence: SequenceState, reason: str) -> None:
-    metrics, request = sequence.metrics, sequence.request
+    metrics = sequence.metrics
+    request = sequence.request
     adapter = request.prepared.children[sequence.index].adapter
     finished = FinishedSequence(
         replica=metrics.replica,
@@ -513,7 +519,8 @@ class RunningRequest:
 
     def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         """Return the output that the caller reads now, with these completions."""
-        prompt, prompt_logprobs = self.prepared.prompt, self.prompt_logprobs
+        prompt = self.prepared.prompt
+        prompt_logprobs = self.prompt_logprobs
         encoder = prompt.encoder
         if self.kind is _DELTA:
             self.prompt_logprobs = None
@@ -616,8 +623,10 @@ class SequenceState:
         if self.waits:
             self.new_token_ids = self.new_token_ids + output.new_token_ids
         else:
-            self.new_token_ids, self.new_text = output.new_token_ids, ""
-        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+            self.new_token_ids = output.new_token_ids
+            self.new_text = ""
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
         if output.error is not None:
             self.stop_reason = output.error[1]
         if output.logprobs and self.logprobs is not None and self.cumulative_logprob is not None:
@@ -631,7 +640,8 @@ class SequenceState:
             return False
         if not repetition.ends(self.token_ids):
             return False
-        self.finish_reason, self.stop_reason = "repetition", "repetition_detected"
+        self.finish_reason = "repetition"
+        self.stop_reason = "repetition_detected"
         return True
 
     def _detokenize(self, detokenizer: Detokenizer, new_token_ids: list[int]) -> bool:
@@ -645,14 +655,16 @@ class SequenceState:
         stop = detokenizer.stop_hit
         if stop is None:
             return False
-        self.finish_reason, self.stop_reason = "stop", stop
+        self.finish_reason = "stop"
+        self.stop_reason = stop
         return not finished
 
     def abort(self) -> None:
         """End the sequence with finish_reason "abort"."""
         self.finish_reason = "abort"
         if not self.waits:
-            self.new_token_ids, self.new_text = [], ""
+            self.new_token_ids = []
+            self.new_text = ""
         if self.detokenizer is not None:
             self.new_text += self.detokenizer.append([] if self.eager else self.token_ids, True)
 
@@ -667,7 +679,9 @@ class SequenceState:
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
         """Return what the caller reads now: what is new (DELTA), or everything."""
-        text, token_ids, logprobs = self.new_text, self.new_token_ids, self.logprobs
+        text = self.new_text
+        token_ids = self.new_token_ids
+        logprobs = self.logprobs
         if kind is not _DELTA:
             text = self.detokenizer.text if self.detokenizer is not None else ""
             token_ids = list(self.token_ids)
@@ -737,21 +751,24 @@ class RequestStream(Generic[OutputT]):
                 raise self._error
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        output, self._pending = self._pending, None
+        output = self._pending
+        self._pending = None
         if isinstance(output, RequestOutput) and (self._logprobs is not None or self._converted is not None):
             await self._add_logprobs(output)
         return output
 
     async def _add_logprobs(self, output: RequestOutput) -> None:
         if self._logprobs is not None:
-            pending, self._logprobs = self._logprobs, None
+            pending = self._logprobs
+            self._logprobs = None
             self._converted = await asyncio.to_thread(pending.convert)
         output.prompt_logprobs = self._converted
         if self._aggregates:
             self._converted = None
 
     def _wake(self) -> None:
-        reader, self._reader = self._reader, None
+        reader = self._reader
+        self._reader = None
         if reader is not None and not reader.done():
             reader.set_result(None)
 

@@ -119,7 +119,8 @@ class QueueLimits:
         A request of many prompts never fits if all of them together do not. `others`: load of other API server
         processes; `others_of_owner`: that part of it which is the owner's.
         """
-        total, own = use.total + others, use.of(owner) + others_of_owner
+        total = use.total + others
+        own = use.of(owner) + others_of_owner
         whole = use.of_group(group) + load
         parts = (
             ("n", "sequences", load.sequences, whole.sequences, total.sequences, own.sequences, self.sequences),
@@ -129,7 +130,8 @@ class QueueLimits:
             if limit is None or not needed:
                 continue
             reason = QUEUED_REQUESTS if field == "n" else QUEUED_TOKENS
-            flag, share = "--" + reason.replace("_", "-"), self.share(limit)
+            flag = "--" + reason.replace("_", "-")
+            share = self.share(limit)
             if together > share:
                 shown = f"{limit} ({flag})" if share == limit else f"{share} ({flag} x --max-key-share)"
                 raise RequestError(field, f"{together} {what} are above the limit of {shown}; send fewer")
@@ -159,14 +161,16 @@ class Overload:
         self._since: float | None = None  # more wait than may
         self._refused = -math.inf
         self._num_refused = 0  # while more wait than may
-        self._counted_since, self._num_counted = -math.inf, 0  # refusals within CALM_SECONDS
+        self._counted_since = -math.inf  # refusals within CALM_SECONDS
+        self._num_counted = 0
         self._short_until = -math.inf  # SHORT_QUEUE applies
 
     def observe(self, running: int, waiting: int, limits: QueueLimits) -> None:
         """Take over how many sequences run and wait after a step."""
         self._running = running
         if waiting <= limits.waiting:
-            self._since, self._num_refused = None, 0
+            self._since = None
+            self._num_refused = 0
         elif self._since is None:
             self._since = self._clock()
 
@@ -175,7 +179,8 @@ class Overload:
         if limits.overload_seconds is None:
             return
         now = self._clock()
-        waiting, limit = in_progress - self._running, self._limit(limits, now)
+        waiting = in_progress - self._running
+        limit = self._limit(limits, now)
         if waiting <= limit:
             return
         stands = self._since is not None and now - self._since >= limits.overload_seconds
@@ -194,10 +199,13 @@ class Overload:
         self._refused = now
         self._num_refused += 1
         if now - self._counted_since >= CALM_SECONDS:
-            self._counted_since, self._num_counted = now, 0
+            self._counted_since = now
+            self._num_counted = 0
         self._num_counted += 1
         if self._num_counted >= limits.waiting:
-            self._counted_since, self._num_counted, self._short_until = now, 0, now + CALM_SECONDS
+            self._counted_since = now
+            self._num_counted = 0
+            self._short_until = now + CALM_SECONDS
 
     def surplus(self, limits: QueueLimits, in_progress: int, own: int) -> int:
         """Return how many callers' requests of this process are to be refused although they were accepted.
@@ -251,7 +259,9 @@ class FairLine:
     """
 
     def __init__(self, max_waiting: int, what: str, places: int = 1) -> None:
-        self._max_waiting, self._what, self._free = max_waiting, what, places
+        self._max_waiting = max_waiting
+        self._what = what
+        self._free = places
         self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # next owner first
         self._counts: dict[str, int] = {}  # waiting and served, by owner
         self._served: set[str] = set()  # owners

@@ -73,7 +73,9 @@ class Pairs:
                 fields[0],
                 f"{fields[0]} has {len(queries)} texts and {fields[1]} {len(documents)}; give one, or as many",
             )
-        self._inputs, self._queries, self._documents = inputs, queries, documents
+        self._inputs = inputs
+        self._queries = queries
+        self._documents = documents
         self._field = fields[1]
         self.task = self._task()
 
@@ -113,7 +115,8 @@ class Pairs:
         """Return the score of each pair from the outputs of `prompts`. Raises RequestError."""
         if self.task == "score":
             return [ScoringRequestOutput.from_base(output) for output in outputs]
-        queries, documents = outputs[: len(self._queries)], outputs[len(self._queries) :]
+        queries = outputs[: len(self._queries)]
+        documents = outputs[len(self._queries) :]
         repeated = list(queries) * len(documents) if len(queries) == 1 else queries
         compare = cosine if self.task == "embed" else late_interaction
         return [
@@ -124,7 +127,8 @@ class Pairs:
 
 def cosine(one: Array, two: Array) -> float:
     """Return the cosine similarity of two vectors; 0 if one of them is zero."""
-    one, two = one.astype(np.float64), two.astype(np.float64)
+    one = one.astype(np.float64)
+    two = two.astype(np.float64)
     length = float(np.linalg.norm(one) * np.linalg.norm(two))
     return float(one @ two) / length if length else 0.0
 

@@ -60,7 +60,8 @@ def resolve_drafter(
     if settings is None or not settings.runs_on_device:
         return None
     _check_settings(config, settings)
-    method, stated = settings.method, None
+    method = settings.method
+    stated = None
     try:
         if method == _MTP and settings.model is None:
             if not isinstance(target, ModelSpec) or family is None:
@@ -70,7 +71,9 @@ def resolve_drafter(
             own = open_drafter(config, settings)
             own_config, quantization = _config_of(own)
             if (speculators := read_speculators(own_config)) is not None:
-                method, own_config, stated = speculators.method, speculators.config, speculators.num_tokens
+                method = speculators.method
+                own_config = speculators.config
+                stated = speculators.num_tokens
             elif method == "draft_model":
                 method = implied_method(own_config, own.names)
             if method == _MTP:
@@ -116,7 +119,8 @@ def _drafter_of(method: str, config: Mapping[str, Any], names: Collection[str], 
 
 def _check_settings(config: EngineConfig, settings: SpeculativeConfig) -> None:
     """Raise ConfigError for what drafter models are not combined with."""
-    tensor, stated = config.parallel.tensor_parallel_size, settings.draft_tensor_parallel_size
+    tensor = config.parallel.tensor_parallel_size
+    stated = settings.draft_tensor_parallel_size
     if stated not in (None, tensor):
         raise ConfigError(
             FLAG,

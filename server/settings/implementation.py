@@ -68,7 +68,8 @@ def uses_transformers(config: EngineConfig, hf_config: Mapping[str, Any]) -> boo
 
     Raise ModelError unless the model names one architecture, and for a family that cannot be loaded.
     """
-    impl, text = config.model.model_impl, text_model(hf_config)
+    impl = config.model.model_impl
+    text = text_model(hf_config)
     return impl == "transformers" or (
         impl == "auto" and text.tower is None and not is_supported(architecture_of(text.config))
     )
@@ -86,7 +87,8 @@ def transformers_spec(
 
     Errors name the nearest architectures of pagoda's own unless it is one of them; a log line says what is lost.
     """
-    model, architecture = config.model, architecture_of(hf_config)
+    model = config.model
+    architecture = architecture_of(hf_config)
     chosen = model.model_impl == "transformers"
     trusted = model.trust_remote_code
     try:

@@ -62,7 +62,8 @@ logger = logging.getLogger(__name__)
 
 def load_general_plugins(config: EngineConfig) -> None:
     """Import and call every installed general plugin, or those of --plugins, once per process. Raise ConfigError."""
-    plugins, of_vllm = installed(GENERAL), installed(VLLM_GENERAL)
+    plugins = installed(GENERAL)
+    of_vllm = installed(VLLM_GENERAL)
     selected = config.extension.plugins
     for name in {**plugins, **of_vllm} if selected is None else selected:
         if name in plugins:

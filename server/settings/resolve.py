@@ -352,7 +352,8 @@ def check_machine(config: EngineConfig) -> tuple[str, ParallelSizes]:
 
 def open_model(config: EngineConfig, *, weights: bool) -> Checkpoint:
     """Open the checkpoint of --model."""
-    model, load = config.model, config.load
+    model = config.model
+    load = config.load
     return open_checkpoint(
         model.model,
         load.load_format,
@@ -412,7 +413,8 @@ def model_config(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str
 
     Raise ModelError for a quantisation that is not supported.
     """
-    model, hf_config = config.model, checkpoint.config()
+    model = config.model
+    hf_config = checkpoint.config()
     if model.hf_config_path is not None:
         try:
             hf_config = open_checkpoint(

@@ -188,7 +188,8 @@ def check_pooling(config: EngineConfig, checkpoint: Checkpoint, backend: str) ->
 
 def _without_effect(config: EngineConfig, backend: str) -> Iterator[str]:
     """Yield the given flags that concern the KV cache or sampling."""
-    cache, defaults = config.cache, EngineConfig()
+    cache = config.cache
+    defaults = EngineConfig()
     pairs: dict[str, tuple[Any, Any]] = {
         "--num-gpu-blocks-override": (cache.num_gpu_blocks_override, defaults.cache.num_gpu_blocks_override),
         "--kv-cache-memory-bytes": (cache.kv_cache_memory_bytes, defaults.cache.kv_cache_memory_bytes),

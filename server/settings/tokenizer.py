@@ -15,7 +15,8 @@ def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """Open the tokenizer of --tokenizer or of the model; None with skip_tokenizer_init. Raises ModelError."""
     from pagoda.common.text.tokenizer import load_tokenizer  # slow to import
 
-    model, load = config.model, config.load
+    model = config.model
+    load = config.load
     if model.skip_tokenizer_init:
         return None
     own = model.tokenizer is None or model.tokenizer == model.model

@@ -74,7 +74,8 @@ class AdapterReader:
         elapsed: float = ELAPSED_SECONDS,
     ) -> None:
         memory = _COPIES * 4 * slot_elements(base.adaptable.values(), base.max_rank) + _SPARE_BYTES
-        self._seconds, self._elapsed = seconds, elapsed
+        self._seconds = seconds
+        self._elapsed = elapsed
         self._worker = ChildWorker(
             (*program, str(memory)), seconds, elapsed, lambda: _encoded_base(base), name="LoRA adapters"
         )

@@ -210,7 +210,8 @@ def _load(
     config = resolved.config
     if config.extension.profiler is not None:
         config.extension.profiler.make_folder()
-    checkpoint, weightless = resolved.checkpoint, not has_weights(resolved.backend)
+    checkpoint = resolved.checkpoint
+    weightless = not has_weights(resolved.backend)
     fetched = weightless or is_local(config.model.model)
     if not fetched:  # downloaded only now that the model is known to be supported
         with phases("fetch weights"):
@@ -300,7 +301,8 @@ def assemble(
     phases: Phases,
 ) -> BuiltEngine:
     """Return the warm engine. `workers`: other hosts or ranks. Raises ConfigError or WeightError."""
-    config, options = resolved.config, assembly.options
+    config = resolved.config
+    options = assembly.options
     if workers is not None:
         with phases("meet the others"):
             options = replace(options, rank=workers.arrive(checkpoint))
@@ -438,7 +440,8 @@ def _planned(resolved: Resolved) -> EngineInfo:
 
 def backend_options(resolved: Resolved, sampling: SamplerOptions) -> BackendOptions:
     """Return the options of the backend's `create`. Raise ConfigError for settings that it does not support."""
-    config, backend = resolved.config, resolved.backend
+    config = resolved.config
+    backend = resolved.backend
     _warn_compilation(config.compilation, backend, resolved.limits.max_num_seqs)
     return BackendOptions(
         spec=resolved.spec,
@@ -473,7 +476,9 @@ def lora_options(config: LoRAConfig, dtype: str) -> LoraOptions | None:
 
 def _adapter_store(resolved: Resolved, backend: Backend) -> AdapterStore | None:
     """Return the host cache of LoRA adapters; None without --enable-lora."""
-    lora, family, spec = resolved.config.lora, resolved.family, resolved.spec
+    lora = resolved.config.lora
+    family = resolved.family
+    spec = resolved.spec
     if not lora.enable_lora:
         return None
     assert family is not None, "the backend refuses models of transformers"
@@ -492,7 +497,8 @@ def _warn_compilation(config: CompilationConfig, backend: str, max_num_seqs: int
 
 def program_options(config: CompilationConfig, backend: str) -> ProgramOptions:
     """Return where compiled programs come from and go to; defaults for backends other than jax_tpu."""
-    bundle, cache = config.compiled_bundle, config.xla_cache_path
+    bundle = config.compiled_bundle
+    cache = config.xla_cache_path
     if backend != "jax_tpu":
         return ProgramOptions()
     folder = _user_cache() / "xla" if cache is None else Path(cache).expanduser() if cache else None

@@ -87,8 +87,12 @@ class ProcessExecutor:
     """Implements Executor with processes on this machine. A worker ends when its connection to the engine does."""
 
     def __init__(self, size: int, backend: str, gpus: bool) -> None:
-        self.host, self.device, self.sees_all = LOOPBACK, 0, True
-        self._ranks, self._backend, self._gpus = range(1, size), backend, gpus
+        self.host = LOOPBACK
+        self.device = 0
+        self.sees_all = True
+        self._ranks = range(1, size)
+        self._backend = backend
+        self._gpus = gpus
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> tuple[Worker, ...]:

@@ -86,7 +86,8 @@ def meeting(resolved: Resolved) -> Iterator[Hosts | None]:
 
 def cluster_token(parallel: ParallelConfig) -> str:
     """Return the secret that hosts prove to each other to know; empty for none. Raises ConfigError."""
-    flag, path = "--cluster-token-file", parallel.cluster_token_file
+    flag = "--cluster-token-file"
+    path = parallel.cluster_token_file
     try:
         token = (CLUSTER_TOKEN.read() or "") if path is None else Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -111,7 +112,8 @@ def fingerprint_of(resolved: Resolved, runtime: HostRuntime) -> HostFingerprint:
     """Return this host's fingerprint."""
     from pagoda.common.config.settings import ENGINE_SETTINGS
 
-    parallel, weights = resolved.config.parallel, resolved.checkpoint.num_bytes
+    parallel = resolved.config.parallel
+    weights = resolved.checkpoint.num_bytes
     model = {**resolved.hf_config, "quantization": repr(resolved.quantization)}
     values = {row.name: row.value for row in resolved.rows}
     count, kind = runtime.devices()
@@ -129,7 +131,8 @@ def fingerprint_of(resolved: Resolved, runtime: HostRuntime) -> HostFingerprint:
 def check_devices(hosts: Sequence[Host], sizes: ParallelSizes) -> str:
     """Return why the mesh does not use all devices of all hosts; "" if it does, or if a count is unknown."""
     counts = [int(host.fingerprint.devices[_COUNT]) for host in hosts]
-    wanted, available = sizes.devices, sum(counts)
+    wanted = sizes.devices
+    available = sum(counts)
     if wanted == available or 0 in counts:
         return ""
     each = ", ".join(f"{host} has {count}" for host, count in zip(hosts, counts))

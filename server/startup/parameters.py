@@ -107,7 +107,8 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
     if config.load.load_format == "dummy":
         return dummy_weights(shapes, config.model.seed, resolved.dtype, resolved.schemes)
     quantization = resolved.quantization
-    stored, family = _stored(config, checkpoint), resolved.family
+    stored = _stored(config, checkpoint)
+    family = resolved.family
     tensors = stored
     kv_scales: Scales = {}
     if quantization is not None:
@@ -130,7 +131,9 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
 
 def read_drafter(config: EngineConfig, drafter: ResolvedDrafter, checkpoint: Checkpoint) -> Iterator[Weight]:
     """Return every parameter of a drafter's own. `checkpoint`: the target's, which may hold them."""
-    shapes, family, settings = drafter_params(drafter.spec), drafter.family, config.extension.speculative
+    shapes = drafter_params(drafter.spec)
+    family = drafter.family
+    settings = config.extension.speculative
     if config.load.load_format == "dummy":
         return dummy_weights(shapes, config.model.seed)
     if settings is not None and settings.model is not None:
@@ -148,7 +151,9 @@ def check_weights(resolved: Resolved) -> None:
 
     Only where they are known without reading the weights and nothing but the family's rules maps them to parameters.
     """
-    family, spec, names = resolved.family, resolved.spec, resolved.checkpoint.names
+    family = resolved.family
+    spec = resolved.spec
+    names = resolved.checkpoint.names
     if (
         family is None
         or isinstance(spec, TransformersSpec)

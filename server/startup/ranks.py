@@ -38,7 +38,10 @@ class LeadingRanks:
     """Implements WorkerGroup on rank 0."""
 
     def __init__(self, resolved: Resolved, usage: Usage, runtime: RankRuntime, executor: Executor) -> None:
-        self._config, self._usage, self._runtime, self._executor = resolved.config, usage, runtime, executor
+        self._config = resolved.config
+        self._usage = usage
+        self._runtime = runtime
+        self._executor = executor
         self._workers: tuple[Worker, ...] = ()
         self._peers: tuple[Peer, ...] = ()
         self._comm: RankComm | None = None
@@ -50,7 +53,8 @@ class LeadingRanks:
 
     def arrive(self, checkpoint: Checkpoint) -> RankLink:
         """Send each rank its job, and form the process group."""
-        size, device = 1 + len(self._workers), self._executor.device
+        size = 1 + len(self._workers)
+        device = self._executor.device
         _check_devices(self._runtime, self._executor, size)
         listener = socket.create_server((self._executor.host, 0))
         host, port = listener.getsockname()[:2]
@@ -65,7 +69,8 @@ class LeadingRanks:
     def joined(self, backend: Backend) -> LeadingBackend:
         """Return this rank's backend, wrapped to lead the others."""
         assert self._comm is not None, "arrive() comes first"
-        leave, abandon = self._comm.leave, self._comm.abandon
+        leave = self._comm.leave
+        abandon = self._comm.abandon
         return LeadingBackend(backend, self._peers, leave, name="rank 0", abandon=abandon, release=self._release)
 
     def give_up(self) -> None:

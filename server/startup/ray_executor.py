@@ -40,8 +40,12 @@ class RayExecutor:
             self._ray: Any = importlib.import_module("ray")
         except ImportError:
             raise ConfigError(_FLAG, "ray is not installed; pip install 'pagoda[ray]', or use mp") from None
-        self.host, self.device, self.sees_all = "", 0, False
-        self._size, self._backend, self._gpus = size, backend, gpus
+        self.host = ""
+        self.device = 0
+        self.sees_all = False
+        self._size = size
+        self._backend = backend
+        self._gpus = gpus
         self._started_ray = False
         self._group: Any = None
         self._actors: list[Any] = []
@@ -85,7 +89,9 @@ class RayExecutor:
             self._ray.kill(actor)
         if self._group is not None:
             self._ray.util.remove_placement_group(self._group)
-        self._actors, self._runs, self._group = [], [], None
+        self._actors = []
+        self._runs = []
+        self._group = None
         if self._started_ray:
             self._ray.shutdown()
 

@@ -45,7 +45,8 @@ class GroupView:
     """A configuration group, with resolved values in place of those that the user left open."""
 
     def __init__(self, group: object, **resolved: Any) -> None:
-        self._group, self._resolved = group, resolved
+        self._group = group
+        self._resolved = resolved
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -68,7 +69,9 @@ class ModelView(GroupView):
             is_multimodal_model=False,
             max_logprobs=config.model.max_logprobs,
         )
-        self._config, self._info, self._read_hf_config = config, info, read_hf_config
+        self._config = config
+        self._info = info
+        self._read_hf_config = read_hf_config
 
     @property
     def dtype(self) -> Any:

@@ -101,7 +101,8 @@ class VllmReasoningFormat:
         format = replace(self, tokenizer=PluginTokenizer(tokenizer))
         try:
             made = format._construct(ParserRequest())
-            start, end = made.reasoning_start_str, made.reasoning_end_str
+            start = made.reasoning_start_str
+            end = made.reasoning_end_str
         except PluginError as error:
             raise ConfigError("--reasoning-parser", str(error)) from error
         return replace(format, starts=(start,) if start else (), ends=(end,) if end else ())
@@ -177,7 +178,9 @@ class _WholeText:
 class _WholeCalls(_WholeText):
     def __init__(self, plugin: str, made: ToolParser, request: ParserRequest) -> None:
         super().__init__()
-        self._plugin, self._made, self._request = plugin, made, request
+        self._plugin = plugin
+        self._made = made
+        self._request = request
 
     def finish(self) -> list[Event]:
         parsed = _call(self._plugin, partial(self._made.extract_tool_calls, self.text, self._request))
@@ -196,7 +199,9 @@ class _WholeCalls(_WholeText):
 class _WholeReasoning(_WholeText):
     def __init__(self, plugin: str, made: ReasoningParser, request: ParserRequest) -> None:
         super().__init__()
-        self._plugin, self._made, self._request = plugin, made, request
+        self._plugin = plugin
+        self._made = made
+        self._request = request
 
     def finish(self) -> list[Event]:
         parsed = _call(self._plugin, partial(self._made.extract_reasoning, self.text, self._request))
@@ -215,8 +220,10 @@ class _TokenHistory:
 
     def extended(self, text: str, ids: list[int]) -> tuple[str, str, str, list[int], list[int], list[int]]:
         """Append a piece and return previous, current and new text, and the ids of each."""
-        before, ids_before = self.text, self.ids
-        self.text, self.ids = before + text, ids_before + ids
+        before = self.text
+        ids_before = self.ids
+        self.text = before + text
+        self.ids = ids_before + ids
         return before, self.text, text, ids_before, self.ids, ids
 
 
@@ -226,7 +233,10 @@ class _StreamedCalls:
     def __init__(
         self, plugin: str, made: ToolParser, request: ParserRequest, encode: Callable[[str], list[int]]
     ) -> None:
-        self._plugin, self._made, self._request, self._encode = plugin, made, request, encode
+        self._plugin = plugin
+        self._made = made
+        self._request = request
+        self._encode = encode
         self._history = _TokenHistory()
         self._ids: dict[int, str] = {}  # of calls whose name has not come yet
         self._named: set[int] = set()
@@ -270,7 +280,10 @@ class _StreamedReasoning:
     """Implements TokenParser."""
 
     def __init__(self, plugin: str, made: ReasoningParser, encode: Callable[[str], list[int]], *, ended: bool) -> None:
-        self._plugin, self._made, self._encode, self._ended = plugin, made, encode, ended
+        self._plugin = plugin
+        self._made = made
+        self._encode = encode
+        self._ended = ended
         self._history = _TokenHistory()
 
     def feed(self, text: str) -> list[Event]:

@@ -37,7 +37,8 @@ class HfTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, name: str = "", max_length: int | None = None) -> None:
         """`name`: of the model; `max_length`: tokens that the model takes."""
-        self._tokenizer, self.name_or_path = tokenizer, name
+        self._tokenizer = tokenizer
+        self.name_or_path = name
         self.model_max_length = int(1e30) if max_length is None else max_length  # Hugging Face's "no limit"
         self.padding_side: Literal["left", "right"] = "right"
         self.truncation_side: Literal["left", "right"] = "right"

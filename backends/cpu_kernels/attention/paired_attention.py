@@ -91,7 +91,8 @@ class _PairedDecode(PagedKernel):
             self._attend(row, head)
 
     def _attend(self, row: Any, head: Any) -> None:
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         mixed = [zeros(e, shape.value_dim // LANES) for _ in range(shape.group)]
         totals = zeros(e, shape.group)
         for top in self.tops:
@@ -127,7 +128,9 @@ class _PairedDecode(PagedKernel):
     def _resume(self, state: Any, head: Any, mixed: Sequence[Any], totals: Sequence[Any]) -> None:
         """Begin with the sums of a state."""
         assert self.resumes is not None
-        e, shape, (_, _, states) = self.e, self.shape, self.resumes
+        e = self.e
+        shape = self.shape
+        _, _, states = self.resumes
         width = shape.value_dim + 2 * LANES
         for group in range(shape.group):
             of_head = e.add(e.mul(e.add(e.mul(state, shape.kv_heads), head), shape.group), group)
@@ -142,7 +145,8 @@ class _PairedDecode(PagedKernel):
 
         A loop over the keys, not unrolled: the processor fetches ahead for instructions that it meets again and again.
         """
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         parts = range(0, shape.head_dim, 2 * LANES)
         with e.loop(0, LANES) as lane:
             at = e.mul(e.add(slot, lane), shape.head_dim)
@@ -158,10 +162,13 @@ class _PairedDecode(PagedKernel):
 
     def _weigh(self, group: int, low: Any, newest: Any, total: Any, mixed: Sequence[Any]) -> None:
         """Store the weights of one head, 0 for keys that are not seen, and rescale what was summed before."""
-        e, shape, builder = self.e, self.shape, self.e.builder
+        e = self.e
+        shape = self.shape
+        builder = self.e.builder
         places = [group * shape.block_size + key for key in range(0, shape.block_size, LANES)]
         scores = [e.load(self.scores, place) for place in places]
-        before, summed = builder.load(self.tops[group]), builder.load(total)
+        before = builder.load(self.tops[group])
+        summed = builder.load(total)
         step = _softmax(e, scores, shape.scale, low, newest, shape.block_size, before, summed)
         builder.store(step.top, self.tops[group])
         builder.store(step.total, total)
@@ -173,7 +180,8 @@ class _PairedDecode(PagedKernel):
 
     def _mix(self, mixed: Sequence[Sequence[Any]], slot: Any, high: Any) -> None:
         """Add the weighted values of a block's first `high` keys."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         per_pass = max(1, _ROWS * _VECTORS // shape.group // 2) * 2  # vectors of outputs
         for begin in range(0, shape.value_dim // LANES, per_pass):
             outs = range(begin, min(begin + per_pass, shape.value_dim // LANES))
@@ -207,7 +215,8 @@ def _softmax(
 
     `before`, `total`: largest score and sum of the keys before.
     """
-    builder, masked = e.builder, []
+    builder = e.builder
+    masked = []
     oldest_here, newest_here = (splat_int32(e, builder.trunc(at, I32)) for at in (low, newest))
     for key, score in zip(range(0, len(scores) * LANES, LANES), scores):
         numbers = builder.add(lane_numbers(), splat_int(key))
@@ -289,7 +298,8 @@ class _Tiles(PagedKernel, ABC):
         """Write the result of a row."""
 
     def _attend(self, head: Any, row: Any, first: Any, position: Any, count: Any) -> None:
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         rows = e.mul(count, shape.group)
         self._begin(head, first, rows)
         last = self.last(position, count)
@@ -312,7 +322,8 @@ class _Tiles(PagedKernel, ABC):
 
     def _begin(self, head: Any, first: Any, rows: Any) -> None:
         """Read the queries, and set all sums to 0."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         with e.loop(0, self.padded * shape.head_dim, LANES) as at:
             e.store(e.splat(0.0), self.queries, at)
         with e.loop(0, self.padded * shape.value_dim, LANES) as at:
@@ -331,7 +342,8 @@ class _Tiles(PagedKernel, ABC):
 
     def _find_slots(self, row: Any, head: Any, here: Any, oldest: Any, last: Any) -> None:
         """Store the cache slots of positions from `here` on; outside of `oldest` to `last` those of the nearest one."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         with e.loop(0, self.width) as key:
             position = e.most(e.least(e.add(here, key), last), oldest)
             page, offset = e.divmod(position, shape.block_size)
@@ -342,7 +354,8 @@ class _Tiles(PagedKernel, ABC):
 
     def _pack_keys(self) -> None:
         """Store the keys as pairs [H / 2, width]."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         with e.loop(0, self.width, LANES) as key:
             starts = [e.mul(self._place(e.add(key, lane)), shape.head_dim) for lane in range(LANES)]
             with e.loop(0, shape.head_dim // 2, LANES) as pair:
@@ -354,7 +367,8 @@ class _Tiles(PagedKernel, ABC):
 
     def _pack_values(self) -> None:
         """Store the values as pairs of positions [width / 2, V]."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         with e.loop(0, self.width // 2) as pair:
             keys = e.mul(pair, 2), e.add(e.mul(pair, 2), 1)
             first, second = (e.at(self.v, e.mul(self._place(key), shape.value_dim)) for key in keys)
@@ -363,7 +377,8 @@ class _Tiles(PagedKernel, ABC):
 
     def _score(self, at: Any) -> None:
         """Store the scores of some rows from `at` on."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         for begin in range(0, self.width, _VECTORS * LANES):
             parts = range(begin, min(begin + _VECTORS * LANES, self.width), LANES)
             sums = [zeros(e, len(parts)) for _ in range(_ROWS)]
@@ -380,11 +395,14 @@ class _Tiles(PagedKernel, ABC):
 
     def _weigh(self, at: Any, newest: Any, here: Any) -> None:
         """Store the weights of a row, 0 for keys that it does not see, and rescale what was summed before."""
-        e, shape, builder = self.e, self.shape, self.e.builder
+        e = self.e
+        shape = self.shape
+        builder = self.e.builder
         low, high = (builder.sub(each, here) for each in (self.first_seen(newest), newest))
         places = [e.add(e.mul(at, self.width), key) for key in range(0, self.width, LANES)]
         scores = [e.load(self.scores, place) for place in places]
-        before, summed = e.load_one(self.tops, at), e.load(self.totals, e.mul(at, LANES))
+        before = e.load_one(self.tops, at)
+        summed = e.load(self.totals, e.mul(at, LANES))
         step = _softmax(e, scores, shape.scale, low, high, self.span, before, summed)
         builder.store(step.top, e.at(self.tops, at))
         e.store(step.total, self.totals, e.mul(at, LANES))
@@ -397,7 +415,8 @@ class _Tiles(PagedKernel, ABC):
 
     def _mix(self, at: Any) -> None:
         """Add the weighted values to some rows from `at` on."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         for begin in range(0, shape.value_dim, _VECTORS * LANES):
             parts = range(begin, min(begin + _VECTORS * LANES, shape.value_dim), LANES)
             places = [[e.add(e.mul(e.add(at, row), shape.value_dim), part) for part in parts] for row in range(_ROWS)]
@@ -430,7 +449,8 @@ class _PromptTiles(_Tiles):
         return self.e.add(position, of)
 
     def write(self, head: Any, first: Any, at: Any) -> None:
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         of, group = e.divmod(at, shape.group)
         share = e.splat(e.builder.fdiv(F32(1.0), e.sum(e.load(self.totals, e.mul(at, LANES)))))
         of_head = e.mul(e.add(e.mul(head, shape.group), group), shape.value_dim)
@@ -457,7 +477,8 @@ class _PrefixTiles(_Tiles):
         return self.e.add(position, -1)
 
     def write(self, head: Any, first: Any, at: Any) -> None:
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         of, group = e.divmod(at, shape.group)
         width = shape.value_dim + 2 * LANES
         of_head = e.mul(e.add(e.mul(head, shape.group), group), width)

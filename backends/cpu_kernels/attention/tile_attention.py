@@ -92,7 +92,8 @@ class _QueryTiles(PagedKernel, ABC):
         """Write the results of a column."""
 
     def _attend(self, head: Any, row: Any, first: Any, position: Any, count: Any) -> None:
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         rows = e.mul(count, shape.group)
         columns, _ = e.divmod(e.add(rows, SIDE - 1), SIDE)
         with e.loop(0, columns) as column:
@@ -105,7 +106,8 @@ class _QueryTiles(PagedKernel, ABC):
             here = e.mul(number, _SPAN)
             self._find_slots(row, head, here, oldest, last)
             self._pack_values()
-            below, above = e.builder.icmp_signed(">=", here, everyone[0]), e.add(here, _SPAN - 1)
+            below = e.builder.icmp_signed(">=", here, everyone[0])
+            above = e.add(here, _SPAN - 1)
             whole = e.builder.and_(below, e.builder.icmp_signed("<=", above, everyone[1]))
             with e.loop(0, columns) as column:
                 self._score(column)
@@ -120,7 +122,8 @@ class _QueryTiles(PagedKernel, ABC):
 
     def _begin(self, head: Any, first: Any, position: Any, column: Any, last_row: Any) -> None:
         """Store the queries of a column as pairs of channels [H / 2, 16], and what they see; set its sums to 0."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         starts = []
         for lane in range(SIDE):
             row = e.add(e.mul(column, SIDE), lane)
@@ -156,7 +159,8 @@ class _QueryTiles(PagedKernel, ABC):
 
     def _find_slots(self, row: Any, head: Any, here: Any, oldest: Any, last: Any) -> None:
         """Store the cache slots of a span's positions; outside of `oldest` to `last` those of the nearest one."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         with e.loop(0, _SPAN) as key:
             position = e.most(e.least(e.add(here, key), last), oldest)
             page, offset = e.divmod(position, shape.block_size)
@@ -164,7 +168,8 @@ class _QueryTiles(PagedKernel, ABC):
 
     def _pack_values(self) -> None:
         """Store the values of a span as pairs of keys [V, span / 2]."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         with e.loop(0, _SPAN, 2 * SIDE) as key:
             slots = [e.mul(self._place(e.add(key, at)), shape.value_dim) for at in range(2 * SIDE)]
             with e.loop(0, shape.value_dim, SIDE) as channel:
@@ -179,7 +184,9 @@ class _QueryTiles(PagedKernel, ABC):
 
     def _score(self, column: Any) -> None:
         """Store the scores of a span's keys [span, 16]."""
-        e, shape, tiles = self.e, self.shape, self.tiles
+        e = self.e
+        shape = self.shape
+        tiles = self.tiles
         queries = e.mul(column, shape.head_dim // 2)
         for first in range(0, _SPAN // SIDE, 4):
             registers = range(min(4, _SPAN // SIDE - first))
@@ -198,7 +205,8 @@ class _QueryTiles(PagedKernel, ABC):
 
     def _first_slot(self, tile: int) -> Any:
         """Return the first of 16 consecutive slots; beyond the last position, of any that are in the cache."""
-        e, slot = self.e, self._place(tile * SIDE)
+        e = self.e
+        slot = self._place(tile * SIDE)
         return e.add(slot, e.builder.neg(e.divmod(slot, SIDE)[1]))
 
     def _weigh(self, column: Any, here: Any | None) -> None:
@@ -206,7 +214,9 @@ class _QueryTiles(PagedKernel, ABC):
 
         `here`: the first key's position; None: every query sees all keys.
         """
-        e, builder, lanes = self.e, self.e.builder, self.e.mul(column, SIDE)
+        e = self.e
+        builder = self.e.builder
+        lanes = self.e.mul(column, SIDE)
         if here is not None:
             self._mask(lanes, here)
         before = e.load(self.tops, lanes)
@@ -232,7 +242,9 @@ class _QueryTiles(PagedKernel, ABC):
 
     def _mask(self, lanes: Any, here: Any) -> None:
         """Replace scores of keys that a query does not see by minus infinity."""
-        e, builder, kind = self.e, self.e.builder, ir.VectorType(I32, LANES)
+        e = self.e
+        builder = self.e.builder
+        kind = ir.VectorType(I32, LANES)
         first, last = (
             builder.load(builder.bitcast(e.at(array, lanes), kind.as_pointer()), align=4)
             for array in (self.oldest, self.newest)
@@ -246,7 +258,9 @@ class _QueryTiles(PagedKernel, ABC):
 
     def _mix(self, column: Any) -> None:
         """Add the weighted values of a span."""
-        e, shape, tiles = self.e, self.shape, self.tiles
+        e = self.e
+        shape = self.shape
+        tiles = self.tiles
         for first in range(0, shape.value_dim, 4 * SIDE):
             registers = range(min(4, (shape.value_dim - first) // SIDE))
             place = [e.at(self.mixed, self._mixed_at(column, first + register * SIDE)) for register in registers]
@@ -281,7 +295,8 @@ class _PromptQueries(_QueryTiles):
         return self.e.add(position, of)
 
     def write(self, head: Any, first: Any, column: Any, rows: Any) -> None:
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         share = e.builder.fdiv(e.splat(1.0), e.load(self.totals, e.mul(column, SIDE)))
         for channel in range(0, shape.value_dim, SIDE):
             self._results(column, channel, share)
@@ -308,7 +323,8 @@ class _PrefixQueries(_QueryTiles):
         return self.e.add(position, -1)
 
     def write(self, head: Any, first: Any, column: Any, rows: Any) -> None:
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         for channel in range(0, shape.value_dim, SIDE):
             self._results(column, channel, e.splat(1.0))
         width = shape.value_dim + 2 * LANES

@@ -82,13 +82,21 @@ class PagedKernel:
     """What both kernels share: arguments, and the walk over the blocks."""
 
     def __init__(self, shape: Shape) -> None:
-        self.shape, self.e = shape, Emitter()
-        e, kind = self.e, shape.kind
-        self.q, self.q_stride = e.pointer(0, kind), e.argument(1)
-        self.k, self.v, self.slots = e.pointer(2, kind), e.pointer(3, kind), e.argument(4)
-        self.table, self.table_stride = e.pointer(5, I32), e.argument(6)
-        self.rows, self.window = e.pointer(7, I32), e.argument(8)
-        self.out, self.out_stride = e.pointer(9, kind), e.argument(10)
+        self.shape = shape
+        self.e = Emitter()
+        e = self.e
+        kind = shape.kind
+        self.q = e.pointer(0, kind)
+        self.q_stride = e.argument(1)
+        self.k = e.pointer(2, kind)
+        self.v = e.pointer(3, kind)
+        self.slots = e.argument(4)
+        self.table = e.pointer(5, I32)
+        self.table_stride = e.argument(6)
+        self.rows = e.pointer(7, I32)
+        self.window = e.argument(8)
+        self.out = e.pointer(9, kind)
+        self.out_stride = e.argument(10)
 
     @property
     def module(self) -> ir.Module:
@@ -118,8 +126,10 @@ class _Decode(PagedKernel):
             self._attend(row, head)
 
     def _attend(self, row: Any, head: Any) -> None:
-        e, shape = self.e, self.shape
-        chunks, outs = shape.head_dim // LANES, shape.value_dim // LANES
+        e = self.e
+        shape = self.shape
+        chunks = shape.head_dim // LANES
+        outs = shape.value_dim // LANES
         start = e.add(e.mul(row, self.q_stride), e.mul(head, shape.group * shape.head_dim))
         query = [
             [e.load(self.q, e.add(start, group * shape.head_dim + chunk * LANES)) for chunk in range(chunks)]
@@ -130,7 +140,8 @@ class _Decode(PagedKernel):
         for top in self.tops:
             e.builder.store(F32(NEVER), top)
         position = e.load_int(self.rows, row)
-        first, end = self.first_seen(position), e.add(position, 1)
+        first = self.first_seen(position)
+        end = e.add(position, 1)
         first_page, begin = e.divmod(first, shape.block_size)
         last_page, _ = e.divmod(position, shape.block_size)
         with e.loop(first_page, e.add(last_page, 1)) as page:
@@ -153,7 +164,8 @@ class _Decode(PagedKernel):
 
     def _scores(self, query: list[list[Any]], slot: Any, low: Any, high: Any) -> None:
         """Store the scores of a page's keys from `low` to `high`, and minus infinity elsewhere."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         for at in range(0, shape.group * shape.keys, LANES):
             e.store(e.splat(float("-inf")), self.scores, at)
         with e.loop(low, high) as key:
@@ -168,7 +180,8 @@ class _Decode(PagedKernel):
 
     def _weights(self, group: int, total: Any, mixed: Any) -> None:
         """Replace the scores of one head by their weights, and rescale what was summed before."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         places = range(group * shape.keys, (group + 1) * shape.keys, LANES)
         scores = [e.load(self.scores, at) for at in places]
         highest = scores[0]
@@ -189,7 +202,8 @@ class _Decode(PagedKernel):
 
     def _mix(self, groups: range, mixed: list[Any], slot: Any, low: Any, high: Any) -> None:
         """Add the weighted values of a page."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         with e.loop(low, high) as key:
             start = e.mul(e.add(slot, key), shape.value_dim)
             weights = [e.splat(e.load_one(self.scores, e.add(key, group * shape.keys))) for group in groups]
@@ -218,7 +232,8 @@ class _Prefill(PagedKernel):
             self._attend(head, *fields)
 
     def _attend(self, head: Any, row: Any, token: Any, position: Any, count: Any) -> None:
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         rows = e.mul(count, shape.group)
         self._read_queries(head, token, rows)
         last = e.add(position, count, -1)
@@ -239,7 +254,8 @@ class _Prefill(PagedKernel):
             self._write(head, token, at)
 
     def _read_queries(self, head: Any, token: Any, rows: Any) -> None:
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         with e.loop(0, self.padded * shape.head_dim, LANES) as at:
             e.store(e.splat(0.0), self.queries, at)
         with e.loop(0, self.padded * shape.value_dim, LANES) as at:
@@ -258,7 +274,8 @@ class _Prefill(PagedKernel):
 
     def _transpose_keys(self, slot: Any, high: Any) -> None:
         """Store a page's keys as [H, keys]. Keys from `high` on are copies of the last one before."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         last = e.add(high, -1)
         for key in range(0, shape.keys, LANES):
             slots = [e.mul(e.add(slot, e.least(key + lane, last)), shape.head_dim) for lane in range(LANES)]
@@ -269,7 +286,8 @@ class _Prefill(PagedKernel):
 
     def _scores(self, at: Any) -> None:
         """Store the scores of ROWS rows from `at` on."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         parts = shape.keys // LANES
         for first in range(0, parts, 2):
             width = min(2, parts - first)
@@ -289,12 +307,16 @@ class _Prefill(PagedKernel):
 
     def _weights(self, at: Any, position: Any, here: Any) -> None:
         """Replace the scores of a row by weights; those of keys that it does not see by 0."""
-        e, shape, builder = self.e, self.shape, self.e.builder
+        e = self.e
+        shape = self.shape
+        builder = self.e.builder
         kind = ir.VectorType(I32, LANES)
         newest = e.builder.trunc(builder.sub(position, here), I32)
         oldest = e.builder.trunc(builder.sub(self.first_seen(position), here), I32)
-        newest, oldest = splat_int32(e, newest), splat_int32(e, oldest)
-        start, scores = e.mul(at, shape.keys), []
+        newest = splat_int32(e, newest)
+        oldest = splat_int32(e, oldest)
+        start = e.mul(at, shape.keys)
+        scores = []
         for key in range(0, shape.keys, LANES):
             numbers = builder.add(lane_numbers(), ir.Constant(kind, [I32(key)] * LANES))
             seen = builder.and_(builder.icmp_signed("<=", numbers, newest), builder.icmp_signed(">=", numbers, oldest))
@@ -324,7 +346,8 @@ class _Prefill(PagedKernel):
 
     def _mix(self, at: Any, slot: Any, high: Any) -> None:
         """Add the weighted values of a page to ROWS rows from `at` on."""
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         per_pass = max(1, _REGISTERS // ROWS)
         outs = shape.value_dim // LANES
         for first in range(0, outs, per_pass):
@@ -348,7 +371,8 @@ class _Prefill(PagedKernel):
                     e.store(e.builder.load(into), self.mixed, place)
 
     def _write(self, head: Any, token: Any, at: Any) -> None:
-        e, shape = self.e, self.shape
+        e = self.e
+        shape = self.shape
         of, group = e.divmod(at, shape.group)
         share = e.splat(e.builder.fdiv(F32(1.0), e.load_one(self.totals, at)))
         start = e.add(

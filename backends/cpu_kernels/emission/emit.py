@@ -90,7 +90,8 @@ class Emitter:
     @contextmanager
     def loop(self, begin: Any, end: Any, step: int = 1) -> Iterator[Any]:
         """Yield the i64 index of a loop."""
-        begin, end = self.integer(begin), self.integer(end)
+        begin = self.integer(begin)
+        end = self.integer(end)
         before = self.builder.block
         head, body, after = (self.function.append_basic_block(name) for name in ("head", "body", "after"))
         self.builder.branch(head)
@@ -133,12 +134,14 @@ class Emitter:
 
     def least(self, a: Any, b: Any) -> Any:
         """Return the smaller of two integers."""
-        a, b = self.integer(a), self.integer(b)
+        a = self.integer(a)
+        b = self.integer(b)
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
 
     def most(self, a: Any, b: Any) -> Any:
         """Return the larger of two integers."""
-        a, b = self.integer(a), self.integer(b)
+        a = self.integer(a)
+        b = self.integer(b)
         return self.builder.select(self.builder.icmp_signed(">", a, b), a, b)
 
     # Memory. Arrays are pointers to i16 (bfloat16) or float.
@@ -204,7 +207,8 @@ class Emitter:
 
     def load_interleaved(self, array: Any, first: Any, second: Any) -> list[Any]:
         """Return pairs of 32 numbers from two places of an array (i16) on, as two vectors of 16 pairs."""
-        kind, lanes = ir.VectorType(I16, 2 * LANES), range(LANES)
+        kind = ir.VectorType(I16, 2 * LANES)
+        lanes = range(LANES)
         rows = [
             self.builder.load(self.builder.bitcast(self.at(array, start), kind.as_pointer()), align=2)
             for start in (first, second)
@@ -257,7 +261,8 @@ class Emitter:
         """Return floats rounded to bfloat16 (i16), ties to even. NaN stays NaN."""
         if has_feature("avx512bf16"):  # rounds numbers below 1.2e-38 to 0
             return self.builder.bitcast(self._rounded(value), ir.VectorType(I16, LANES))
-        wide, builder = ir.VectorType(I32, LANES), self.builder
+        wide = ir.VectorType(I32, LANES)
+        builder = self.builder
         bits = builder.bitcast(value, wide)
         odd = builder.and_(builder.lshr(bits, splat_int(16)), splat_int(1))
         rounded = builder.add(bits, builder.add(odd, splat_int(0x7FFF)))
@@ -327,7 +332,8 @@ class Emitter:
 
     def exp(self, x: Any) -> Any:
         """Return e ** x of a vector, within 2e-7 of it; 0 below -87, and limited above 88."""
-        builder, wide = self.builder, ir.VectorType(I32, LANES)
+        builder = self.builder
+        wide = ir.VectorType(I32, LANES)
         limited = builder.select(builder.fcmp_ordered("<", x, self.splat(88.0)), x, self.splat(88.0))
         limited = self.maximum(limited, self.splat(-87.0))
         power = self.call(f"llvm.rint.v{LANES}f32", builder.fmul(limited, self.splat(math.log2(math.e))))

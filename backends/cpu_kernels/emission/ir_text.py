@@ -15,7 +15,8 @@ class Function:
         """`signature`: of the definition, as `void @name(ptr %x)`."""
         self._head = f"define {signature} {attributes} {{"
         self._lines = [f"{ENTRY}:"]
-        self._block, self._count = ENTRY, 0
+        self._block = ENTRY
+        self._count = 0
 
     @property
     def text(self) -> str:
@@ -67,8 +68,10 @@ class Function:
     ) -> list[str]:
         """Run `body(index, values)` for begin <= index < end and return the last values. `carried`: (type, first)."""
         name = self._fresh()
-        before, kinds = self._block, [kind for kind, _ in carried]
-        index, values = f"%{name}.i", [f"%{name}.{number}" for number in range(len(carried))]
+        before = self._block
+        kinds = [kind for kind, _ in carried]
+        index = f"%{name}.i"
+        values = [f"%{name}.{number}" for number in range(len(carried))]
         self.do(f"br label %{name}.head")
         self.label(f"{name}.head")
         place = len(self._lines)

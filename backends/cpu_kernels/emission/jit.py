@@ -69,7 +69,9 @@ class Kernel:
     def __init__(self, module: ir.Module | str) -> None:
         """`module`: with one function, `kernel`, or its text."""
         with _lock:
-            machine, engine, name = _machine(), _engine(), f"kernel{next(_numbers)}"
+            machine = _machine()
+            engine = _engine()
+            name = f"kernel{next(_numbers)}"
             parsed = llvm.parse_assembly(str(module))
             parsed.get_function("kernel").name = name
             parsed.verify()

@@ -24,10 +24,13 @@ TILE_BYTES: Final = SIDE * ROW_BYTES
 REGISTERS: Final = 8
 
 TILE_CONFIG_BYTES: Final = 64
-TILE_WIDTHS_AT, TILE_ROWS_AT = 16, 48
+TILE_WIDTHS_AT = 16
+TILE_ROWS_AT = 48
 """Where a configuration has the bytes per row (16 bits each) and the rows (8 bits each) of the registers."""
 
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+_ARCH_PRCTL = 158
+_REQUEST_PERMISSION = 0x1023
+_TILE_DATA = 18
 
 
 @cache
@@ -47,7 +50,8 @@ class Tiles:
     """Tile instructions of the kernel that an emitter builds. Registers are numbered 0 to 7."""
 
     def __init__(self, emitter: Emitter) -> None:
-        self._e, self._config = emitter, emitter.variable(I8, TILE_CONFIG_BYTES)
+        self._e = emitter
+        self._config = emitter.variable(I8, TILE_CONFIG_BYTES)
         e = emitter
         for at in range(0, TILE_CONFIG_BYTES, 8):
             e.builder.store(I64(1 if at == 0 else 0), self._place(at, I64))  # palette 1

@@ -57,7 +57,8 @@ class PackedProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None, result: torch.dtype) -> None:
         """`weight` bfloat16 [out, in]; `result`: bfloat16 or float32."""
         self.outputs, self.width = weight.shape
-        self._tiled, self.result = tile_products.supported(self.width), result
+        self._tiled = tile_products.supported(self.width)
+        self.result = result
         self.panels = tile_products.pack(weight) if self._tiled else pack(weight)
         self.padded = -(-self.outputs // COLUMNS) * COLUMNS
         self.bias = None if bias is None else F.pad(bias.float(), (0, self.padded - self.outputs))
@@ -96,14 +97,15 @@ class PackedProduct:
 
 class _Product:
     def __init__(self, width: int, bfloat16: bool, bias: bool) -> None:
-        self.width, self.e = width, Emitter()
+        self.width = width
+        self.e = Emitter()
         e = self.e
-        self.count, self.x, self.stride = e.argument(0), e.pointer(1, I16), e.argument(2)
-        self.panels, self.out, self.out_stride = (
-            e.pointer(3, I16),
-            e.pointer(4, I16 if bfloat16 else F32),
-            e.argument(5),
-        )
+        self.count = e.argument(0)
+        self.x = e.pointer(1, I16)
+        self.stride = e.argument(2)
+        self.panels = e.pointer(3, I16)
+        self.out = e.pointer(4, I16 if bfloat16 else F32)
+        self.out_stride = e.argument(5)
         self.bias = e.pointer(6, F32) if bias else None
         with e.tasks() as panel:
             begin: Any = 0
@@ -130,7 +132,8 @@ class _Product:
                     e.add_products(into, x, weight)
         for row, own in enumerate(sums):
             for part, into in enumerate(own):
-                column, value = e.add(e.mul(panel, COLUMNS), part * LANES), e.builder.load(into)
+                column = e.add(e.mul(panel, COLUMNS), part * LANES)
+                value = e.builder.load(into)
                 if self.bias is not None:
                     value = e.builder.fadd(value, e.load(self.bias, column))
                 e.store(value, self.out, e.add(e.mul(e.add(first, row), self.out_stride), column))

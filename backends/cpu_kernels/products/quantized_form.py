@@ -108,8 +108,10 @@ class ProductForm:
 
 def weight_vectors(f: Function, form: ProductForm, tile: str) -> Iterator[str]:
     """Yield the vector of unsigned numbers of each quad of a chunk of inputs."""
-    lanes, vector = form.lanes, form.lanes * QUAD
-    ints, bytes_ = f"<{lanes} x i32>", f"<{vector} x i8>"
+    lanes = form.lanes
+    vector = form.lanes * QUAD
+    ints = f"<{lanes} x i32>"
+    bytes_ = f"<{vector} x i8>"
     for quad in range(form.chunk // QUAD):
         if form.bits == 8:
             numbers = f.load(ints, f.at(tile, quad * vector))
@@ -149,7 +151,8 @@ def add_scaled(f: Function, form: ProductForm, sum_: str, factors: str, scale: s
     `factors`: pointer to those of the row's group; `scale`, `shift`: of the weights, where they have them.
     """
     lanes = form.lanes
-    ints, floats = f"<{lanes} x i32>", f"<{lanes} x float>"
+    ints = f"<{lanes} x i32>"
+    floats = f"<{lanes} x float>"
     by = f.splat("float", f.load("float", factors), lanes)
     by = f.let(f"fmul {floats} {scale}, {by}") if form.grouped else by
     total = fma(f, lanes, f.let(f"sitofp {ints} {sum_} to {floats}"), by, total)
@@ -175,8 +178,12 @@ class Writer:
         """`tile`: after the one that %by, %bias and %out belong to."""
         lanes = form.lanes
         floats = f"<{lanes} x float>"
-        self._f, self._form, self._mask, self._first = f, form, mask, tile * lanes
-        self._by, self._bias = f.load(floats, f.at("%by", 4 * self._first)), "zeroinitializer"
+        self._f = f
+        self._form = form
+        self._mask = mask
+        self._first = tile * lanes
+        self._by = f.load(floats, f.at("%by", 4 * self._first))
+        self._bias = "zeroinitializer"
         if form.biased:
             place = f.at("%bias", 4 * self._first)
             load = (
@@ -186,7 +193,9 @@ class Writer:
 
     def write(self, totals: Sequence[str], first: int = 0) -> None:
         """Write rows from `first` on, of the activations; a precise product has two totals for each."""
-        f, form, lanes = self._f, self._form, self._form.lanes
+        f = self._f
+        form = self._form
+        lanes = self._form.lanes
         floats = f"<{lanes} x float>"
         if form.precise:
             totals = [f.let(f"fadd {floats} {upper}, {lower}") for upper, lower in zip(totals[::2], totals[1::2])]

@@ -78,7 +78,8 @@ def product(form: ProductForm) -> Kernel:
 
 def module(form: ProductForm) -> str:
     """Return the IR of `kernel`: void (i64 words), called by every thread of a parallel region."""
-    lanes, chunk = form.lanes, form.chunk
+    lanes = form.lanes
+    chunk = form.chunk
     width = lanes * 32
     attributes = f'"min-legal-vector-width"="{width}"'
     floats = f"<{lanes} x float>"
@@ -116,8 +117,11 @@ def _rounding(form: ProductForm, attributes: str) -> str:
         f"noinline {attributes}",
     )
     chunks = "%chunks" if form.chunks is None else str(form.chunks)
-    size, per_group = form.chunk, f.let(f"mul i64 {chunks}, {form.chunk}")
-    floats, ints, bytes_ = f"<{size} x float>", f"<{size} x i32>", f"<{size} x i8>"
+    size = form.chunk
+    per_group = f.let(f"mul i64 {chunks}, {form.chunk}")
+    floats = f"<{size} x float>"
+    ints = f"<{size} x i32>"
+    bytes_ = f"<{size} x i8>"
     row_numbers = f.let(f"mul i64 %groups, {per_group}")
     second = f.at("%numbers", row_numbers), f.at("%factors", f.let(f"mul i64 %groups, {FACTOR_BYTES}"))
 
@@ -195,7 +199,8 @@ def _tile_signature(form: ProductForm, rows: int) -> str:
 def _tile(form: ProductForm, rows: int, attributes: str) -> str:
     """Return `tile_<rows>`: a tile's outputs for this many rows."""
     lanes = form.lanes
-    ints, floats = f"<{lanes} x i32>", f"<{lanes} x float>"
+    ints = f"<{lanes} x i32>"
+    floats = f"<{lanes} x float>"
     f = Function(_tile_signature(form, rows), f"noinline {attributes}")
     chunks = "%chunks" if form.chunks is None else str(form.chunks)
     inputs = f.let(f"mul i64 %groups, {f.let(f'mul i64 {chunks}, {form.chunk}')}")
@@ -258,7 +263,9 @@ def _kernel(form: ProductForm, attributes: str) -> str:
 
     A task is some tiles times a panel of rows.
     """
-    lanes, out_bytes, per_row = form.lanes, BYTES[form.out], 2 if form.precise else 1
+    lanes = form.lanes
+    out_bytes = BYTES[form.out]
+    per_row = 2 if form.precise else 1
     f = Function("void @kernel(ptr %words)", attributes)
     unpacked = ""
     if form.matrix_groups and form.bits < 8:
@@ -269,7 +276,9 @@ def _kernel(form: ProductForm, attributes: str) -> str:
         for field, word in words.items()
         if Argument.X <= field <= Argument.ROW_FACTORS
     }
-    rows, groups, outputs = words[Argument.ROWS], words[Argument.GROUPS], words[Argument.OUTPUTS]
+    rows = words[Argument.ROWS]
+    groups = words[Argument.GROUPS]
+    outputs = words[Argument.OUTPUTS]
     stride = words[Argument.OUT_STRIDE]
     chunks = words[Argument.CHUNKS] if form.chunks is None else str(form.chunks)
     if form.matrix_groups:
@@ -299,7 +308,8 @@ def _kernel(form: ProductForm, attributes: str) -> str:
     def of_tile(number: str) -> tuple[str, list[str]]:
         """Return the first output of a tile and the pointers to its weights, scales, offsets, factors and bias."""
         first = f.let(f"mul i64 {number}, {lanes}")
-        entries, floats_before = f.let(f"mul i64 {number}, {tile_scales}"), f.let(f"mul i64 {first}, 4")
+        entries = f.let(f"mul i64 {number}, {tile_scales}")
+        floats_before = f.let(f"mul i64 {first}, 4")
         found = [f.at(pointers[Argument.WEIGHTS], f.let(f"mul i64 {number}, {tile_bytes}"))]
         found += [f.at(pointers[field], entries) for field in (Argument.SCALES, Argument.OFFSETS)]
         return first, found + [f.at(pointers[field], floats_before) for field in (Argument.FACTORS, Argument.BIAS)]
@@ -320,7 +330,8 @@ def _kernel(form: ProductForm, attributes: str) -> str:
         """Multiply rows with a tile. `as_bytes`: its numbers for matrix tiles."""
         first, (weights, *matrix) = of_tile(number)
         mask = mask_from(first)
-        begin, count = first_row, f.let(f"sub i64 {last_row}, {first_row}")
+        begin = first_row
+        count = f.let(f"sub i64 {last_row}, {first_row}")
         for size in form.row_blocks:
             end = f.let(f"add i64 {first_row}, {f.let(f'and i64 {count}, {-size}')}")
 
@@ -336,7 +347,8 @@ def _kernel(form: ProductForm, attributes: str) -> str:
     def pair(number: str, last: str, first_row: str, last_row: str) -> None:
         """Multiply rows with two tiles, or the last one, by matrix tiles as far as rows fill them."""
         first, (weights, *matrix) = of_tile(number)
-        count, tiles = f.let(f"sub i64 {last_row}, {first_row}"), f.least(f.let(f"sub i64 {last}, {number}"), "2")
+        count = f.let(f"sub i64 {last_row}, {first_row}")
+        tiles = f.least(f.let(f"sub i64 {last}, {number}"), "2")
         width = form.matrix_width * lanes
         if unpacked:
 

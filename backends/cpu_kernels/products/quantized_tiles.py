@@ -34,7 +34,9 @@ from pagoda.backends.cpu_kernels.products.quantized_form import (
 )
 
 _CONFIG: Final = "@matrix_config"
-_SUMS, _NUMBERS, _WEIGHTS = 0, 4, 6
+_SUMS = 0
+_NUMBERS = 4
+_WEIGHTS = 6
 """First registers of four tiles of sums, two of rows, two of weights."""
 
 
@@ -44,12 +46,14 @@ def declarations(form: ProductForm) -> list[str]:
     config[0] = 1  # palette
     quads = form.matrix_inputs // QUAD
     for register in range(REGISTERS):
-        rows, width = MATRIX_ROWS, ROW_BYTES
+        rows = MATRIX_ROWS
+        width = ROW_BYTES
         if register >= _WEIGHTS:
             rows = quads
         elif register >= _NUMBERS:
             width = QUAD * quads
-        config[TILE_WIDTHS_AT + 2 * register], config[TILE_ROWS_AT + register] = width, rows
+        config[TILE_WIDTHS_AT + 2 * register] = width
+        config[TILE_ROWS_AT + register] = rows
     values = ", ".join(f"i8 {value}" for value in config)
     return [
         f"{_CONFIG} = internal constant [{len(config)} x i8] [{values}], align 64",
@@ -75,7 +79,8 @@ def release(f: Function) -> None:
 def unpack(f: Function, form: ProductForm, tile: str, into: str) -> None:
     """Store a tile's numbers of fewer than 8 bits, less their zero, as bytes."""
     vector = QUAD * form.lanes
-    bytes_, ints = f"<{vector} x i8>", f"<{form.lanes} x i32>"
+    bytes_ = f"<{vector} x i8>"
+    ints = f"<{form.lanes} x i32>"
 
     def chunk(index: str, _: Sequence[str]) -> list[str]:
         first = f.at(into, f.let(f"mul i64 {index}, {form.chunk * form.lanes}"))
@@ -92,7 +97,8 @@ def unpack(f: Function, form: ProductForm, tile: str, into: str) -> None:
 def block(form: ProductForm, signature: str, attributes: str) -> str:
     """Return `tile_16`: 16 rows with a tile of weights of 8 bits."""
     f = Function(signature, f"noinline {attributes}")
-    sums, totals = _Sums(f, form, 1, 1), [f"<{form.lanes} x float>"] * MATRIX_ROWS
+    sums = _Sums(f, form, 1, 1)
+    totals = [f"<{form.lanes} x float>"] * MATRIX_ROWS
 
     def scaled(group: str, carried: Sequence[str]) -> list[str]:
         scale, shift = scales_of(f, form, group)
@@ -147,7 +153,8 @@ def square(form: ProductForm, attributes: str) -> str:
         return results
 
     def step(group: str, _: Sequence[str]) -> list[str]:
-        previous, steps = f.let(f"sub i64 {group}, 1"), form.group // form.matrix_inputs
+        previous = f.let(f"sub i64 {group}, 1")
+        steps = form.group // form.matrix_inputs
         per_step = -(-SQUARE_ROWS // steps)
 
         def beside(number: int) -> None:
@@ -176,7 +183,10 @@ class _Sums:
 
     def __init__(self, f: Function, form: ProductForm, halves: int, tiles: int) -> None:
         """`halves`: of 16 rows."""
-        self._f, self._form, self._halves, self._tiles = f, form, halves, tiles
+        self._f = f
+        self._form = form
+        self._halves = halves
+        self._tiles = tiles
         self._bytes = halves * tiles * TILE_BYTES
         self._memory = f.let(f"alloca [{2 * self._bytes} x i8], align {ROW_BYTES}")
 
@@ -191,7 +201,8 @@ class _Sums:
 
     def multiply(self, group: str, beside: Callable[[int], None] = lambda step: None) -> None:
         """Multiply a group. `beside`: builds what else each step does."""
-        f, form = self._f, self._form
+        f = self._f
+        form = self._form
         width = form.matrix_width
         registers = [(half, tile) for half in range(self._halves) for tile in range(self._tiles)]
         for register in range(len(registers)):

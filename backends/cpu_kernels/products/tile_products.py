@@ -79,19 +79,26 @@ def gated_product_kernel(width: int, activation: str, *, bias: bool) -> Kernel:
 
 class _TileProduct:
     def __init__(self, width: int, bfloat16: bool, bias: bool) -> None:
-        self.width, self.e = width, Emitter()
+        self.width = width
+        self.e = Emitter()
         e = self.e
-        self.count, self.x, self.stride = e.argument(0), e.pointer(1, I16), e.argument(2)
-        self.panels, self.out = e.pointer(3, I16), e.pointer(4, I16 if bfloat16 else F32)
+        self.count = e.argument(0)
+        self.x = e.pointer(1, I16)
+        self.stride = e.argument(2)
+        self.panels = e.pointer(3, I16)
+        self.out = e.pointer(4, I16 if bfloat16 else F32)
         self.out_stride = e.argument(5)
         self.bias = e.pointer(6, F32) if bias else None
         self.units = units = e.argument(7)
-        self.tiles, self.sums = Tiles(e), e.variable(F32, _BLOCK * _BLOCK)
-        self.row_before, self.unit_before = e.variable(I64), e.variable(I64)  # of the sums that are not written yet
+        self.tiles = Tiles(e)
+        self.sums = e.variable(F32, _BLOCK * _BLOCK)
+        self.row_before = e.variable(I64)  # of the sums that are not written yet
+        self.unit_before = e.variable(I64)
         pairs, _ = e.divmod(e.add(units, UNITS - 1), UNITS)
         with e.tasks(before_return=self.tiles.release) as task:
             block, pair = e.divmod(task, pairs)
-            begin, unit = e.mul(block, task_rows(width)), e.mul(pair, UNITS)
+            begin = e.mul(block, task_rows(width))
+            unit = e.mul(pair, UNITS)
             self._task(begin, e.least(e.add(begin, task_rows(width)), self.count), unit)
 
     def _task(self, begin: Any, end: Any, unit: Any) -> None:
@@ -124,7 +131,8 @@ class _TileProduct:
         steps = self.width // _INPUTS
         per_step = -(-_BLOCK // steps)
         with e.loop(unit, last) as number, e.loop(begin, end, _BLOCK) as row:
-            first, written = e.builder.load(self.row_before), e.builder.load(self.unit_before)
+            first = e.builder.load(self.row_before)
+            written = e.builder.load(self.unit_before)
             ahead = e.mul(e.divmod(e.builder.sub(row, begin), _BLOCK)[0], steps * _AHEAD)
 
             def beside(
@@ -154,7 +162,8 @@ class _TileProduct:
 
     def _square(self, row: Any, unit: Any, beside: Callable[[Any], None]) -> None:
         """Store the sums of up to 32 rows with one unit. `beside`: builds what else each step does."""
-        e, tiles = self.e, self.tiles
+        e = self.e
+        tiles = self.tiles
         for register in range(4):
             tiles.zero(register)
         with e.loop(0, self.width // _INPUTS) as step:
@@ -178,7 +187,8 @@ class _TileProduct:
                 self._flat_units(row, rows, [unit])
 
     def _flat_units(self, row: Any, rows: Any, units: Sequence[Any]) -> None:
-        e, tiles = self.e, self.tiles
+        e = self.e
+        tiles = self.tiles
         for register in range(2 * len(units)):
             tiles.zero(register)
         with e.loop(0, self.width // _INPUTS) as step:
@@ -220,7 +230,8 @@ class _TileProduct:
         e = self.e
         start = e.add(e.mul(e.add(first, row), self.out_stride), e.mul(unit, COLUMNS))
         for part in range(2):
-            value, place = self._sums(unit, part, row), e.add(start, part * LANES)
+            value = self._sums(unit, part, row)
+            place = e.add(start, part * LANES)
             if self.out.type.pointee == I16:
                 e.store_bfloat16(value, self.out, place)
             else:

@@ -103,7 +103,8 @@ def save_bundle(
 
     The manifest is written last, so an incomplete bundle is never loaded.
     """
-    entries, size = [], 0
+    entries = []
+    size = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)

@@ -70,9 +70,14 @@ def compile_ahead(target: Target, options: BackendOptions, *, largest: bool = Fa
     Raise ConfigError if the heads cannot be sharded that way or the model does not fit.
     """
     begin = time.perf_counter()
-    limits, layout, cache, parallel = options.limits, options.layout, options.cache, options.parallel
-    tensor, data = parallel.tensor, parallel.data
-    quantization, schemes = options.quantization, options.schemes
+    limits = options.limits
+    layout = options.layout
+    cache = options.cache
+    parallel = options.parallel
+    tensor = parallel.tensor
+    data = parallel.data
+    quantization = options.quantization
+    schemes = options.schemes
     spec = own_spec(options.spec, "pagoda compile")
     if options.drafter is not None:
         raise ConfigError(
@@ -97,7 +102,9 @@ def compile_ahead(target: Target, options: BackendOptions, *, largest: bool = Fa
     measured: tuple[CompiledProgram, ...] = ()
     if spec.pooler is not None:
         limits = fit_pooling(model, limits, int(target.hbm_bytes * cache.memory_share()), stated=stated)
-        program_set, num_blocks, history = PoolProgramSet(model, limits), (0,) * len(layout.pools), 0
+        program_set = PoolProgramSet(model, limits)
+        num_blocks = (0,) * len(layout.pools)
+        history = 0
     else:
         num_blocks = plan_blocks(model, target, limits, cache, stated=stated)
         shapes = step_shapes(model, limits, factor=4 if target.chip is None else 2)
@@ -109,7 +116,8 @@ def compile_ahead(target: Target, options: BackendOptions, *, largest: bool = Fa
             room = int(target.hbm_bytes * cache.memory_share(EXACT_SHARE)) - weight_bytes(model)
             num_blocks = exact_blocks(steps, limits, room, needs)
             steps = replace(steps, num_blocks=num_blocks)
-        program_set, history = steps, steps.state_bytes
+        program_set = steps
+        history = steps.state_bytes
     if not largest:
         programs = compile_programs(program_set, list(program_set))
     elif measured:
@@ -141,8 +149,10 @@ def model_for(
 
     Raise ConfigError as `compile_ahead` does.
     """
-    mesh, model_dtype = make_mesh(tensor, data, target.devices), dtype_of(dtype)
-    kv_dtype, on_tpu = cache_dtype(cache, model_dtype, target.chip), target.chip is not None
+    mesh = make_mesh(tensor, data, target.devices)
+    model_dtype = dtype_of(dtype)
+    kv_dtype = cache_dtype(cache, model_dtype, target.chip)
+    on_tpu = target.chip is not None
     if on_tpu:
         check_tables(limits)
     kernel = KernelChoice(

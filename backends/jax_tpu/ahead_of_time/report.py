@@ -127,7 +127,8 @@ class Times:
 
 def times_of(program: CompiledProgram, chip: ChipInfo) -> Times | None:
     """Return the estimated times of a program; None if an operation can be neither estimated nor charged."""
-    cycles, schedule = estimated_cycles(program), program.schedule
+    cycles = estimated_cycles(program)
+    schedule = program.schedule
     if cycles is None or schedule is None:
         return None
     return Times(
@@ -143,7 +144,8 @@ def _row(program: CompiledProgram, chip: ChipInfo | None) -> tuple[str, ...]:
     times = None if chip is None else times_of(program, chip)
     if chip is None or times is None:
         return (*start, *[_NONE] * (len(_HEADINGS) - len(start)))
-    cost, clock = program.cost, chip.clock_hz
+    cost = program.cost
+    clock = chip.clock_hz
     bound = "HBM" if cost.memory_seconds(chip) >= cost.compute_seconds(chip) else "FLOP"
     share = f"{cost.seconds(chip) / times.total:.0%}" if times.total else _NONE
     kernels = f"{times.kernels * clock:.0f}" if times.kernels else _NONE
@@ -225,7 +227,8 @@ def key_name(key: Key) -> str:
 
 def budget_lines(report: Report) -> Iterator[str]:
     """Yield the memory budget of one device and the limits that fit in it."""
-    budget, limits = report.budget, report.limits
+    budget = report.budget
+    limits = report.limits
     yield f"memory of one device ({budget.total / GIB:.2f} GiB available, {budget.usable / GIB:.2f} usable)"
     for name, size in _parts(report):
         yield f"  {name:<44}{_size(size):>12}"
@@ -243,7 +246,8 @@ def budget_lines(report: Report) -> Iterator[str]:
 
 
 def _parts(report: Report) -> Iterator[tuple[str, int]]:
-    budget, blocks = report.budget, blocks_of(report.program_set.facts)
+    budget = report.budget
+    blocks = blocks_of(report.program_set.facts)
     yield "weights", budget.weights
     if any(blocks):
         yield f"KV cache, {per_pool(blocks)} blocks of {budget.block_size} tokens", budget.kv_cache

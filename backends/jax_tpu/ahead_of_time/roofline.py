@@ -170,7 +170,8 @@ def _pool(model: Model, shape: PoolShape, load: BatchLoad) -> RooflineCost:
     for mixer in model.spec.mixers:
         if not isinstance(mixer, Attention):  # causal: the others are kernels
             cost = _mixer(model, mixer, shape, load)
-            moved, flops = moved + cost[0], flops + cost[1]
+            moved = moved + cost[0]
+            flops = flops + cost[1]
             continue
         pairs = load.pairs if mixer.causal else 2 * load.pairs
         heads = HeadLayout.of(mixer, model.tensor)
@@ -181,12 +182,14 @@ def _pool(model: Model, shape: PoolShape, load: BatchLoad) -> RooflineCost:
 
 def _layers(model: Model, tokens: int) -> tuple[int, int]:
     """Return bytes and FLOP of the embedding of `tokens` tokens and of all layers without attention."""
-    moved, flops = tokens * model.spec.width * model.dtype.itemsize, 0
+    moved = tokens * model.spec.width * model.dtype.itemsize
+    flops = 0
     for leaf, path in zip(model.leaves, model.paths):
         size = _local_size(leaf)
         if path[0] == "blocks":
             uses = _uses(model, int(path[1]))
-            moved, flops = moved + uses * size * leaf.dtype.itemsize, flops + uses * 2 * tokens * size
+            moved = moved + uses * size * leaf.dtype.itemsize
+            flops = flops + uses * 2 * tokens * size
         if path[0] != "segments":
             continue
         read, computed = _fractions(model, path, tokens)
@@ -255,8 +258,10 @@ def _gated_delta(model: Model, mixer: GatedDelta, shape: StepShape | PoolShape) 
     Chunks compute more; their FLOP beyond the rule's own are overhead.
     """
     layout = HeadLayout.of(mixer, model.tensor)
-    slots, heads = layout.slots // model.tensor, layout.slots * layout.group // model.tensor
-    state, token = heads * mixer.key_dim * mixer.value_dim, 2 * slots * mixer.key_dim + 2 * heads * mixer.value_dim
+    slots = layout.slots // model.tensor
+    heads = layout.slots * layout.group // model.tensor
+    state = heads * mixer.key_dim * mixer.value_dim
+    token = 2 * slots * mixer.key_dim + 2 * heads * mixer.value_dim
     return 4 * (2 * shape.seqs * state + shape.tokens * token), 6 * shape.tokens * state
 
 
@@ -269,7 +274,8 @@ def _linear_recurrence(model: Model, mixer: Mixer, shape: StepShape | PoolShape)
     for stack in stacks_of(mixer, model.tensor):
         if isinstance(stack, StateStack):
             slots = stack.heads // model.tensor
-            state, token = slots * stack.key_dim * stack.value_dim, 2 * slots * (stack.key_dim + stack.value_dim)
+            state = slots * stack.key_dim * stack.value_dim
+            token = 2 * slots * (stack.key_dim + stack.value_dim)
             moved += 4 * (2 * shape.seqs * state + shape.tokens * token)
             flops += (6 if isinstance(mixer, KimiDelta) else 4) * shape.tokens * state
     return moved, flops
@@ -289,9 +295,11 @@ def _fractions(model: Model, path: Path, tokens: int) -> tuple[float, float]:
     """Return the fractions of a parameter that a step reads and that one token computes with: below 1 for experts."""
     segment = segments(model.spec.layers)[int(path[1])]
     layer = segment.block[int(path[3])]
-    ffn, inner = layer.ffn, path[4:]
+    ffn = layer.ffn
+    inner = path[4:]
     if layer.side_moe is not None and inner[:2] == ("side", "moe"):
-        ffn, inner = layer.side_moe.moe, inner[1:]
+        ffn = layer.side_moe.moe
+        inner = inner[1:]
     elif inner[0] != "ffn":
         return 1.0, 1.0
     if not isinstance(ffn, Moe) or inner[1] not in _OF_EXPERTS:

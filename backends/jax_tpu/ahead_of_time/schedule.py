@@ -85,7 +85,8 @@ class Exchange:
 
     def seconds(self, chip: ChipInfo) -> float:
         """Return the time on the links of a ring of these devices."""
-        others, link = self.devices - 1, chip.link_bandwidth
+        others = self.devices - 1
+        link = chip.link_bandwidth
         part = self.bytes * others / max(self.devices, 1)
         match self.kind:
             case "all-reduce":
@@ -130,7 +131,8 @@ def exposed_seconds(timeline: Timeline, chip: ChipInfo) -> float:
             ends.append(links_free)
         else:
             wait = max(ends[event.number] - now, 0.0)
-            now, waited = now + wait, waited + wait
+            now = now + wait
+            waited = waited + wait
     return waited
 
 
@@ -241,7 +243,8 @@ class _Computation:
         return (*self.events, *(Awaited(rest * (order == 0), number) for order, number in enumerate(left)))
 
     def _since(self) -> int:
-        passed, self.timed = self.cycles - self.timed, self.cycles
+        passed = self.cycles - self.timed
+        self.timed = self.cycles
         return passed
 
     @property
@@ -263,7 +266,11 @@ def read_schedule(hlo: str, data_trips: int = 1) -> Schedule:
 
 def _executed(computations: dict[str, _Computation], name: str, data_trips: int, vmem: int = 0) -> Schedule:
     own = computations[name]
-    cycles, unknown, pieces, scalars, data_loops = own.cycles, own.unknown, own.pieces, own.scalars, 0
+    cycles = own.cycles
+    unknown = own.unknown
+    pieces = own.pieces
+    scalars = own.scalars
+    data_loops = 0
     kernels = Counter(own.kernel_calls)
     timelines = Counter([own.timeline] if own.events else [])
     for times, inner in _called(computations, own, data_trips):
@@ -293,7 +300,8 @@ def _called(
 
 def _parse(hlo: str) -> tuple[dict[str, _Computation], str]:
     computations: dict[str, _Computation] = {}
-    entry, current = "", _Computation()
+    entry = ""
+    current = _Computation()
     for line in hlo.splitlines():
         if header := _COMPUTATION.match(line):
             current = computations[header[2]] = _Computation()

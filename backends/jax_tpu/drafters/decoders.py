@@ -119,7 +119,8 @@ class FrontInputs(nnx.Module):
     """What is in front of a drafter's layers: see `JoinedInputs` and `AttendedInputs`."""
 
     def __init__(self, spec: FeatureDrafter, build: JaxBuildContext) -> None:
-        width, inputs = spec.model.width, spec.inputs
+        width = spec.model.width
+        inputs = spec.inputs
         attends = isinstance(inputs, AttendedInputs)
         self.embed_norm = make_norm(inputs.embed_norm, width, build)
         self.hidden_norm = make_norm(inputs.hidden_norm, width if attends else spec.source_width, build)
@@ -143,8 +144,10 @@ class JaxFeatureDrafter(nnx.Module):
 
     def __init__(self, spec: FeatureDrafter, caches: CacheIndex, max_len: int, build: JaxBuildContext) -> None:
         model = spec.model
-        embed_width, own = model.embedding.width or model.width, spec.own_embedding
-        self.spec, self.caches = spec, caches
+        embed_width = model.embedding.width or model.width
+        own = spec.own_embedding
+        self.spec = spec
+        self.caches = caches
         self.embed = build.parameter("VD", padded(model.vocab, build.tensor), embed_width) if own else None
         narrow = own and embed_width != model.width
         self.embed_in = build.parameter("DD", model.width, embed_width) if narrow else None
@@ -204,7 +207,8 @@ class JaxFeatureDrafter(nnx.Module):
         self, batch: StepInput, features: jax.Array, target: Target, caches: Caches, rotations: Rotations
     ) -> tuple[jax.Array, Caches]:
         """Return what the first layer reads [T, D], and the caches."""
-        inputs, front = self.spec.inputs, self.inputs
+        inputs = self.spec.inputs
+        front = self.inputs
         embeds = self._embed(batch.token_ids, target)
         if isinstance(inputs, JoinedInputs):
             if inputs.blank_first:
@@ -214,7 +218,8 @@ class JaxFeatureDrafter(nnx.Module):
         assert front.attention is not None
         normed = apply_norm(front.hidden_norm, features)
         both = jnp.concatenate([apply_norm(front.embed_norm, embeds), normed], -1)
-        arrays, stacks = self.caches.arrays[0], list(caches)
+        arrays = self.caches.arrays[0]
+        stacks = list(caches)
         index = jnp.asarray([self.caches.group[0], self.caches.index[0]], jnp.int32)
         taken = tuple(stacks[array] for array in arrays)
         attended, taken = unstacked(front.attention)(both, taken, index, rotations, batch)
@@ -241,7 +246,9 @@ class JaxHeadsDrafter(nnx.Module):
     reads_next = True
 
     def __init__(self, spec: HeadsDrafter, build: JaxBuildContext) -> None:
-        count, blocks, width = spec.heads, spec.blocks, spec.width
+        count = spec.heads
+        blocks = spec.blocks
+        width = spec.width
         self.spec = spec
         self.blocks = build.parameter("..D.", count, blocks, width, width)
         self.biases = build.parameter("..D", count, blocks, width) if spec.bias else None
@@ -261,7 +268,8 @@ class JaxHeadsDrafter(nnx.Module):
         return self._guess(number, state), state, caches
 
     def _guess(self, number: jax.Array, x: jax.Array) -> jax.Array:
-        matrices, biases = self.blocks[...][number], None if self.biases is None else self.biases[...][number]
+        matrices = self.blocks[...][number]
+        biases = None if self.biases is None else self.biases[...][number]
         for block in range(self.spec.blocks):
             inner = project(x, matrices[block])
             x = x + jax.nn.silu(inner if biases is None else inner + biases[block])
@@ -278,13 +286,17 @@ class JaxStagesDrafter(nnx.Module):
     reads_next = True
 
     def __init__(self, spec: StagesDrafter, build: JaxBuildContext) -> None:
-        inner, count, vocab = spec.inner, 1 if spec.tied else spec.stages, padded(spec.vocab, build.tensor)
+        inner = spec.inner
+        count = 1 if spec.tied else spec.stages
+        vocab = padded(spec.vocab, build.tensor)
         self.spec = spec
         self.first_project = build.parameter("..", inner, spec.width)
         later = min(spec.stages - 1, 1) if spec.tied else spec.stages - 1
         self.project = build.parameter("...", later, inner, inner) if later else None
-        self.embed, self.head = build.parameter(".V.", count, vocab, inner), build.parameter(".V.", count, vocab, inner)
-        self.norm, self.norm_bias = build.parameter("..", count, inner), build.parameter("..", count, inner)
+        self.embed = build.parameter(".V.", count, vocab, inner)
+        self.head = build.parameter(".V.", count, vocab, inner)
+        self.norm = build.parameter("..", count, inner)
+        self.norm_bias = build.parameter("..", count, inner)
 
     def first(
         self, batch: StepInput, features: jax.Array, target: Target, caches: Caches
@@ -305,7 +317,8 @@ class JaxStagesDrafter(nnx.Module):
 
     def _stage(self, number: jax.Array, projected: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the guesses and states of a stage. projected [S, I]: the state before."""
-        spec, own = self.spec, 0 if self.spec.tied else number
+        spec = self.spec
+        own = 0 if self.spec.tied else number
         embeds = lookup(self.embed[...][own], token_ids)
         mixed = self._scaled(projected + jnp.asarray(spec.embedding_weight, embeds.dtype) * embeds)
         state = jax.nn.gelu(mixed * self.norm[...][own] + self.norm_bias[...][own], approximate=False)

@@ -92,7 +92,8 @@ class JaxDrafter:
         `leaves`, `own`: arrays of the target and of the drafter. `packed`: the step as in `StepModel.forward`, after
         whose program and sampling it runs. `tokens` int32 [S * width]: sampled; -1 after a rejected draft.
         """
-        target, by_shard = self.target, partition("R.")
+        target = self.target
+        by_shard = partition("R.")
         cache_specs = tuple(partition(stack.axes) for stack in target.cache_index.stacks)
         of_target, of_own = (tuple(map(partition, axes)) for axes in (target.axes, self.axes))
         mapped = jax.shard_map(
@@ -127,17 +128,21 @@ class JaxDrafter:
         target: Target = None
         if not isinstance(self.spec, LanguageDrafter):
             target = cast(JaxDecoder, self.target.decoder(leaves))
-        drafter, counts = self.decoder(own), step.guess_counts
+        drafter = self.decoder(own)
+        counts = step.guess_counts
         assert counts is not None, "the engine has a drafter"
-        every, positions = jnp.arange(shape.seqs), step.positions
+        every = jnp.arange(shape.seqs)
+        positions = step.positions
         accepted = jnp.maximum((tokens.reshape(-1, shape.width) >= 0).sum(1) - 1, 0)
         last = step.sampled.reshape(-1, shape.width)[every, accepted]
-        newest, position = history[step.rows, positions[last] + 1], positions[last]
+        newest = history[step.rows, positions[last] + 1]
+        position = positions[last]
         batch = step
         if drafter.reads_next:
             batch = replace(step, token_ids=history[step.rows[step.seq_ids], positions + 1])
         states, caches = drafter.first(batch, inputs.features, target, caches)
-        guesses, most = jnp.zeros((shape.seqs, shape.guesses), jnp.int32), counts.max()
+        guesses = jnp.zeros((shape.seqs, shape.guesses), jnp.int32)
+        most = counts.max()
         if states is None:
             begun = newest, jnp.zeros((shape.seqs, 0), jnp.int32)
         else:
@@ -167,7 +172,8 @@ def _if_any(count: jax.Array, begin: Any) -> tuple[jax.Array, jax.Array]:
 
 def single_tokens(step: StepInput, token_ids: jax.Array, positions: jax.Array, active: jax.Array) -> StepInput:
     """Return a decode of one token of each sequence, all int32 [S]; those not `active` use the null block."""
-    seqs, real = len(token_ids), step.counts[1]
+    seqs = len(token_ids)
+    real = step.counts[1]
     return replace(
         step,
         token_ids=token_ids,

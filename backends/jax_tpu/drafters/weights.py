@@ -29,7 +29,8 @@ _DECODER: Path = ("decoder",)
 
 def load_drafter(drafter: JaxDrafter, weights: Iterable[Weight]) -> Leaves:
     """Return every array. Raise WeightError for an unknown, repeated, misshapen or missing parameter."""
-    spec, model = drafter.spec, None
+    spec = drafter.spec
+    model = None
     if isinstance(spec, LanguageDrafter | FeatureDrafter):
         model = spec.model
     writer = WeightWriter(drafter, zeros(drafter), dict(_placements(spec, drafter.target.tensor)), model)
@@ -44,7 +45,8 @@ def load_drafter(drafter: JaxDrafter, weights: Iterable[Weight]) -> Leaves:
 
 def _constants(drafter: JaxDrafter) -> dict[Path, npt.NDArray[np.float32]]:
     """Return the arrays that come from no checkpoint."""
-    scales, length = unit_scales(drafter), drafter.target.max_len
+    scales = unit_scales(drafter)
+    length = drafter.target.max_len
     match drafter.spec:
         case LanguageDrafter(model):
             tables = rotary_tables(model.ropes, length)

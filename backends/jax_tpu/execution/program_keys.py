@@ -297,7 +297,8 @@ class StepProgramSet:
 
     def _out_shardings(self, key: Key) -> Any:
         """Logits and hidden states stay with their shard; what the host reads is replicated."""
-        logits, everywhere = named_sharding(self.model.mesh, "R."), replicated(self.model.mesh)
+        logits = named_sharding(self.model.mesh, "R.")
+        everywhere = replicated(self.model.mesh)
         caches = tuple(cache.sharding for cache in self.model.caches(self.num_blocks))
         match key:
             case Forward() | ForwardEmbeds():
@@ -323,7 +324,10 @@ class StepProgramSet:
 
     def _program(self, key: Key) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
         """Return the function, the indices of its donated arguments, and the shapes of all arguments."""
-        model, array, history, shards = self.model, self._array, self.history, self.model.shards
+        model = self.model
+        array = self._array
+        history = self.history
+        shards = self.model.shards
         drafts = self.shapes.width > 1
         match key:
             case Forward(shape):
@@ -369,7 +373,10 @@ class StepProgramSet:
                 return self._logits_program(key)
 
     def _draft_program(self, shape: StepShape) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
-        drafter, model, array, shards = self.drafter, self.model, self._array, self.model.shards
+        drafter = self.drafter
+        model = self.model
+        array = self._array
+        shards = self.model.shards
         assert drafter is not None, "the engine has one"
         packed = array((shards, packed_size(shape)), jnp.int32, "R.")
         inputs = DraftInputs(
@@ -382,13 +389,16 @@ class StepProgramSet:
         return partial(drafter.draft, shape), (2, 3), arguments
 
     def _logits_program(self, key: LogitsProgram) -> tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]:
-        array, logits, history = self._array, self._logits(key.seqs), self.history
+        array = self._array
+        logits = self._logits(key.seqs)
+        history = self.history
         rows, vocab = logits.shape
         drafts = self.shapes.width - 1
         shift_rows = (array((rows,), jnp.int32),) if drafts else ()
         match key.name:
             case "penalise":
-                packed, before = array((6 if drafts else 4, rows), jnp.int32, ".R"), (history,) * bool(drafts)
+                packed = array((6 if drafts else 4, rows), jnp.int32, ".R")
+                before = (history,) * bool(drafts)
                 axes = "R.", "R.", ".R", *("" for _ in before), *("R" for _ in shift_rows)
                 function = _per_shard(self.model, partial(_penalise, self.rows, drafts), axes, "R.")
                 return function, (0,), (logits, self.counts, packed, *before, *shift_rows)

@@ -195,11 +195,13 @@ class CompileCache:
     """
 
     def __init__(self, folder: Path, max_bytes: int = MAX_BYTES) -> None:
-        self.folder, self._max_bytes = folder, max_bytes
+        self.folder = folder
+        self._max_bytes = max_bytes
 
     def load(self, program_set: ProgramSet[KeyT], keys: Iterable[KeyT]) -> dict[KeyT, jax.stages.Compiled]:
         """Load the cached programs among `keys`; damaged ones are logged and left out."""
-        devices, wanted = list(program_set.model.mesh.devices.flat), list(keys)
+        devices = list(program_set.model.mesh.devices.flat)
+        wanted = list(keys)
         facts = model_facts(program_set.model)
 
         def load_one(key: KeyT) -> jax.stages.Compiled | None:
@@ -241,7 +243,8 @@ class CompileCache:
             data = path.read_bytes()
         except OSError:
             return None
-        digest, program = data[:_DIGEST], data[_DIGEST:]
+        digest = data[:_DIGEST]
+        program = data[_DIGEST:]
         if hashlib.sha256(program).digest() != digest:
             logger.warning("%s is damaged: its SHA-256 differs; recompiling the program", path)
             return None
@@ -309,7 +312,9 @@ class CompiledPrograms(Generic[SetT, KeyT]):
     """The compiled programs of one engine, by key."""
 
     def __init__(self, program_set: SetT, *, strict: bool = False, cache: CompileCache | None = None) -> None:
-        self.program_set, self.strict, self._cache = program_set, strict, cache
+        self.program_set = program_set
+        self.strict = strict
+        self._cache = cache
         self.recompiles = 0  # programs compiled after `prepare`
         self._compiled: dict[KeyT, jax.stages.Compiled] = {}
 
@@ -320,7 +325,8 @@ class CompiledPrograms(Generic[SetT, KeyT]):
 
     def prepare(self, keys: Iterable[KeyT] | None = None) -> JaxCompileReport:
         """Compile these programs, by default the whole program set, with a progress bar on a terminal."""
-        begin, cache = time.perf_counter(), self._cache
+        begin = time.perf_counter()
+        cache = self._cache
         wanted = list(self.program_set if keys is None else keys)
         cached = {} if cache is None else cache.load(self.program_set, wanted)
         self._compiled.update(cached)

@@ -94,9 +94,12 @@ class JaxSampler:
         shape = programs.program_set.counts
         self._counts = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)  # of rows with penalties
         self.rows = RowTable(max_rows)
-        self.vocab, self.mode = programs.program_set.model.spec.vocab, programs.program_set.mode
-        self.width, self._shards = programs.program_set.shapes.width, programs.program_set.model.shards
-        self._programs, self._has_drafter = programs, programs.program_set.drafter is not None
+        self.vocab = programs.program_set.model.spec.vocab
+        self.mode = programs.program_set.mode
+        self.width = programs.program_set.shapes.width
+        self._shards = programs.program_set.model.shards
+        self._programs = programs
+        self._has_drafter = programs.program_set.drafter is not None
         # So that a row is not sampled by another program because another row has filters.
         self._one_kind = programs.program_set.model.kernel.batch_invariant
 
@@ -116,7 +119,8 @@ class JaxSampler:
 
         `masks`: of sequences in `masked` of the plans, by shard.
         """
-        rows, seqs = logits.shape[0], logits.shape[0] // self._shards
+        rows = logits.shape[0]
+        seqs = logits.shape[0] // self._shards
         width = self.width if any(plan.num_drafts is not None for plan in plans.values()) else 1
         sampled = SampledRows.of(plans, seqs, self.rows, width)
         with_drafts = self.width > 1
@@ -160,9 +164,11 @@ class JaxSampler:
         self, logits: jax.Array, sampled: SampledRows, grammar: Mapping[int, TokenMasks], width: int, rules: Int32
     ) -> jax.Array:
         """Apply bias, bans, token masks and penalties. `rules`: the input of the `Sample` program."""
-        rows, programs = logits.shape[0], self._programs
+        rows = logits.shape[0]
+        programs = self._programs
         seqs = rows // self._shards
-        penalised, edited = sampled.where("penalised"), sampled.where("edited")
+        penalised = sampled.where("penalised")
+        edited = sampled.where("edited")
         if width > 1 and (penalised or edited):
             self.history = programs[RecordDrafts(seqs)](self.history, rules)
         shift_rows = (rules[7],) if self.width > 1 else ()
@@ -171,18 +177,22 @@ class JaxSampler:
                 logits = programs[LogitsProgram("adjust", seqs)](logits, entries)
             for edits, indices in dense_additions(edited):
                 assert edits.dense is not None, "that is what they are selected by"
-                values, chosen = np.zeros(logits.shape[1], np.float32), np.zeros(rows, np.bool_)
-                values[: self.vocab], chosen[indices] = edits.dense, True
+                values = np.zeros(logits.shape[1], np.float32)
+                chosen = np.zeros(rows, np.bool_)
+                values[: self.vocab] = edits.dense
+                chosen[indices] = True
                 logits = programs[LogitsProgram("adjust_all", seqs)](logits, values, chosen)
             for words, heads in banned_words(edited, rows):
                 program = programs[LogitsProgram("ban_words", seqs)]
                 logits = program(logits, self.history, words, heads, *shift_rows)
         if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs, width)):
             count = next(size for size in programs.program_set.masked_rows(seqs) if size >= len(masks))
-            bits, masked = np.zeros((count, -(-logits.shape[1] // 8)), np.uint8), np.full(count, rows, np.int32)
+            bits = np.zeros((count, -(-logits.shape[1] // 8)), np.uint8)
+            masked = np.full(count, rows, np.int32)
             for place, (index, own) in enumerate(masks.items()):
                 own_bytes = own.view(np.uint8)[: bits.shape[1]]
-                bits[place, : len(own_bytes)], masked[place] = own_bytes, index
+                bits[place, : len(own_bytes)] = own_bytes
+                masked[place] = index
             logits = programs[LogitsProgram("mask", seqs, count)](logits, bits, masked)
         if penalised:
             packed = _penalties(penalised, rows, width, drafts=self.width > 1)
@@ -201,7 +211,8 @@ def _penalties(penalised: Sequence[SampledRow], rows: int, width: int, *, drafts
     real = packed.view(np.float32)
     real[1] = 1.0
     for sampled in penalised:
-        rules, index = sampled.state.rules, sampled.index
+        rules = sampled.state.rules
+        index = sampled.index
         packed[0, index] = sampled.row
         real[1:4, index] = rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty
         packed[4:, index] = (sampled.known, index % width)[: len(packed) - 4]

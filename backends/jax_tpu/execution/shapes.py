@@ -22,7 +22,8 @@ from pagoda.common.errors import ConfigError
 
 def check_tables(limits: Limits) -> None:
     """Raise ConfigError if the block tables of `max_num_seqs` sequences of maximum length exceed scalar memory."""
-    seqs, longest = limits.max_num_seqs, limits.max_model_len
+    seqs = limits.max_num_seqs
+    longest = limits.max_model_len
     size = limits.block_size
     while seqs * -(-longest // size) > TPU_TABLE_ENTRIES:
         size *= 2

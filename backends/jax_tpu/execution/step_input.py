@@ -60,7 +60,8 @@ class KernelChoice:
         if not self.use_kernel:
             return ()
         layout = self.kv_layout(kv_heads, spec.head_dim, spec.value_width)
-        rows, missing = heads // kv_heads * layout.heads_per_row, []
+        rows = heads // kv_heads * layout.heads_per_row
+        missing = []
         for decode in (False,) if self.batch_invariant else (True, False):
             source = block_entry(self.chip, layout, rows, decode=decode).source
             if source is not BlockSource.TUNED:
@@ -148,7 +149,8 @@ class KernelChoice:
 
     def expansion_bytes(self, tokens: int, seqs: int, max_pages: int, spec: LatentAttention, heads: int) -> int:
         """Return the bytes of the scratch cache of a step's expanded heads."""
-        layout, expanded = self.latent_layout(spec.latent_dim, spec.rope.dim), _expanded_heads(spec, heads)
+        layout = self.latent_layout(spec.latent_dim, spec.rope.dim)
+        expanded = _expanded_heads(spec, heads)
         if not self._expands(layout):
             return 0
         return scratch_pages(tokens, seqs, max_pages, layout, expanded) * expanded.layout(layout).bytes_per_page
@@ -168,7 +170,8 @@ class KernelChoice:
         plan: Expansion,
     ) -> jax.Array:
         """Attend with expanded heads, those of `kv_up` [N, nope + value, rank]: q [T, N, H] -> [T, N, V]."""
-        layout, heads = self.latent_layout(spec.latent_dim, spec.rope.dim), _expanded_heads(spec, q.shape[1])
+        layout = self.latent_layout(spec.latent_dim, spec.rope.dim)
+        heads = _expanded_heads(spec, q.shape[1])
         knobs = make_knobs(spec.scale, *(None,) * 6)
         return expanded_attention(
             q, kv_up, cache, layer, batch.cleaned(), knobs, plan, layout=layout, heads=heads, **self.options
@@ -221,7 +224,8 @@ class StepInput:
     @classmethod
     def unpack(cls, packed: jax.Array, shape: StepShape, kernel: KernelChoice) -> StepInput:
         """Split int32 [packed_size(shape)] in the order of `pack_step`."""
-        drafts, adapters = shape.seqs if shape.width > 1 else 0, shape.seqs if shape.adapted else 0
+        drafts = shape.seqs if shape.width > 1 else 0
+        adapters = shape.seqs if shape.adapted else 0
         guesses = shape.seqs if shape.guesses else 0
         sizes = (shape.tokens, shape.seqs + 1, shape.seqs, shape.seqs, 2, drafts, adapters, guesses)
         token_ids, query_start, kv_len, rows, counts, num_drafts, slots, guess_counts, tables = jnp.split(
@@ -422,7 +426,8 @@ def pack_step(
 ) -> Int32:
     """Pack a step: int32 [packed_size(shape)]. Padding sequences have no tokens, row `empty_row`, the null block."""
     packed = np.zeros(packed_size(shape), np.int32)
-    seqs, start = len(rows), shape.tokens
+    seqs = len(rows)
+    start = shape.tokens
     packed[: len(token_ids)] = token_ids
     packed[start : start + seqs + 1] = query_start
     packed[start + seqs + 1 : start + shape.seqs + 1] = query_start[-1]
@@ -509,7 +514,8 @@ class PoolInput:
         """Return a cache array of `depth` layers: a block of state per prompt; or pages for T tokens, one partial page
         per prompt, and the null block.
         """
-        block, blocks = self.kernel.block(stack, tensor), self.shape.seqs
+        block = self.kernel.block(stack, tensor)
+        blocks = self.shape.seqs
         if isinstance(stack, KvStack | LatentStack):
             blocks += 1 + -(-self.shape.tokens // self.kernel.page_size)
         return jnp.zeros((depth, blocks, *block.shape), block.dtype)
@@ -608,7 +614,8 @@ class PoolInput:
 
         def attend_tile(start: jax.Array) -> jax.Array:
             queries = _rows(q, start, tile).reshape(tile, k.shape[1], -1, k.shape[2])
-            begins, ends = _rows(key_begin, start, tile)[:, None], _rows(key_end, start, tile)[:, None]
+            begins = _rows(key_begin, start, tile)[:, None]
+            ends = _rows(key_end, start, tile)[:, None]
 
             def add_keys(index: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 old_max, acc = state
@@ -641,14 +648,17 @@ class PoolInput:
     def _key_range(self, spec: Attention) -> tuple[jax.Array, jax.Array]:
         """Return the range of keys [begin, end) each token attends to; both are non-decreasing."""
         token = jnp.arange(self.shape.tokens, dtype=jnp.int32)
-        begin, end = self.starts, self.ends
+        begin = self.starts
+        end = self.ends
         if spec.window is not None:
-            begin, end = jnp.maximum(begin, token - spec.window + 1), jnp.minimum(end, token + spec.window)
+            begin = jnp.maximum(begin, token - spec.window + 1)
+            end = jnp.minimum(end, token + spec.window)
         return begin, end
 
     def pool(self, hidden: jax.Array, kind: PoolingKind) -> jax.Array:
         """Pool hidden states [T, D] -> float32 [S, D]; unpooled float32 [T, D] for outputs per token."""
-        begins, ends = self.query_start[:-1], self.query_start[1:]
+        begins = self.query_start[:-1]
+        ends = self.query_start[1:]
         if self.shape.of_tokens:
             return hidden.astype(jnp.float32)
         if kind != "mean":
@@ -665,7 +675,8 @@ def _rows(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
 
 def pack_pool(shape: PoolShape, plan: PoolPlan) -> Int32:
     """Pack a plan into int32 [shape.size]."""
-    real, lengths = plan.num_tokens, np.diff(plan.query_start)
+    real = plan.num_tokens
+    lengths = np.diff(plan.query_start)
     tokens = np.zeros((4, shape.tokens), np.int32)
     tokens[0, :real] = plan.token_ids
     tokens[1] = np.arange(shape.tokens)

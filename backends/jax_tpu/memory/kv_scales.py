@@ -52,7 +52,8 @@ def with_stored_kv_scales(model: Model, leaves: Leaves, scales: Mapping[str, flo
     """
     same_bits = _SAME_BITS if model.kernel.cache_dtype == "float8_e4m3b11fnuz" else 1
 
-    caches, stored = model.spec.cache_numbers, scales_of_caches(model.spec.cache_numbers, scales)
+    caches = model.spec.cache_numbers
+    stored = scales_of_caches(model.spec.cache_numbers, scales)
 
     def of_mixer(layer: int, mixer: int) -> npt.NDArray[np.float32]:
         return np.array(stored.get(caches[layer][mixer][0], (1.0, 1.0)), np.float32) * np.float32(same_bits)
@@ -85,7 +86,8 @@ def _calibrate(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
         drafter=model.drafter,
     )
     by_path = dict(zip(model.paths, leaves))
-    tokens, groups = min(TOKENS, model.max_len), len(model.layout.groups)
+    tokens = min(TOKENS, model.max_len)
+    groups = len(model.layout.groups)
     pages = -(-tokens // kernel.page_size)
     shape = StepShape(tokens, 1, pages, groups, decode_only=False)
     blocks = 1 + np.arange(groups * pages, dtype=np.int32).reshape(groups, 1, pages)
@@ -106,7 +108,8 @@ def _calibrate(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
         all_shards = np.tile(packed, (unquantised.shards, 1))
         maxima = step(tuple(by_path[path] for path in unquantised.paths), caches, all_shards)
     stacks = {array: np.asarray(stack) for array, stack in maxima.items()}
-    index, largest = unquantised.cache_index, np.zeros((len(model.spec.caches), 2), np.float32)
+    index = unquantised.cache_index
+    largest = np.zeros((len(model.spec.caches), 2), np.float32)
     own = zip(range(len(largest)), index.arrays, index.index, index.group)  # without those of a drafter
     for number, arrays, layer, group in own:
         if arrays[0] in stacks:

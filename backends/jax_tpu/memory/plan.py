@@ -67,7 +67,8 @@ def plan_memory(
     configured number. Raise ConfigError if not even one request fits.
     """
     adapters = model.adapter_bytes if isinstance(model, Model) else 0
-    weights, block = weight_bytes(model) - adapters, model.block_bytes
+    weights = weight_bytes(model) - adapters
+    block = model.block_bytes
     activations = activation_bytes(model, limits)
     if drafter is not None:
         weights += weight_bytes(drafter)
@@ -178,7 +179,8 @@ def fit_pooling(model: Model, limits: Limits, room: int, *, stated: bool) -> Lim
 
     Lower max_num_batched_tokens unless it was `stated` (set by the user). Raise ConfigError naming the missing memory.
     """
-    weights, (fixed, per_token) = weight_bytes(model), pooling_bytes(model, limits)
+    weights = weight_bytes(model)
+    fixed, per_token = pooling_bytes(model, limits)
     longest = max(limits.max_num_batched_tokens, limits.max_model_len)
     fits = (room - CODE_BYTES - weights - fixed) // per_token // MIN_POOL_TOKENS * MIN_POOL_TOKENS
     if fits >= longest:
@@ -340,7 +342,8 @@ def plan_blocks(model: Model, target: Target, limits: Limits, cache: CacheConfig
 
 
 def _too_large(model: Model, target: Target, limits: Limits, cache: CacheConfig, missing: int, tokens: int) -> str:
-    weights, share = weight_bytes(model), cache.memory_share(EXACT_SHARE)
+    weights = weight_bytes(model)
+    share = cache.memory_share(EXACT_SHARE)
     shorter = replace(limits, max_model_len=limits.block_size)
     room = int(target.hbm_bytes * share) - weights - CODE_BYTES - activation_bytes(model, shorter)
     fits = 0
@@ -364,7 +367,8 @@ def _too_large(model: Model, target: Target, limits: Limits, cache: CacheConfig,
 
 def _fitting_tensor_size(model: Model, target: Target, limits: Limits, cache: CacheConfig, tokens: int) -> int | None:
     """Return the smallest larger tensor parallel size, doubling, at which the model fits; None if there is none."""
-    pages, share = -(-tokens // limits.block_size), cache.memory_share(EXACT_SHARE)
+    pages = -(-tokens // limits.block_size)
+    share = cache.memory_share(EXACT_SHARE)
     tensor = model.tensor * 2
     while tensor <= _MAX_DEVICES:
         try:

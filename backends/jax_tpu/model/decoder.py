@@ -152,9 +152,12 @@ class JaxDecoder(nnx.Module):
 
     def __init__(self, spec: ModelSpec, cache_index: CacheIndex, max_len: int, build: JaxBuildContext) -> None:
         embedding = spec.embedding
-        embed_width, vocab = embedding.width or spec.width, padded(spec.vocab, build.tensor)
-        self.spec, self.tensor = spec, build.tensor
-        self.stacks, self.scratch_depths = cache_index.stacks, scratch_depths(spec, cache_index)
+        embed_width = embedding.width or spec.width
+        vocab = padded(spec.vocab, build.tensor)
+        self.spec = spec
+        self.tensor = build.tensor
+        self.stacks = cache_index.stacks
+        self.scratch_depths = scratch_depths(spec, cache_index)
         self.embed = build.parameter("VD", vocab, embed_width)
         positions = embedding.positions
         self.positions = (
@@ -187,7 +190,8 @@ class JaxDecoder(nnx.Module):
                 for number, segment in enumerate(segments(spec.layers))
             ]
         )
-        part, alt_up = spec.per_layer, spec.alt_up
+        part = spec.per_layer
+        alt_up = spec.alt_up
         self.parts = None if part is None else JaxLayerParts(part, len(spec.layers), spec.width, build)
         self.stream_ends = None if alt_up is None else JaxStreamEnds(alt_up, spec.width, build)
         self.final_norm = make_norm(spec.final_norm, spec.width, build)
@@ -295,7 +299,8 @@ class JaxDecoder(nnx.Module):
         return self.pooler(step.pool(hidden, self.pooler.kind), step.shape.of_tokens)
 
     def _embed(self, token_ids: jax.Array, positions: jax.Array, step: AnyStep, embeds: jax.Array | None) -> jax.Array:
-        embedding, token_types = self.spec.embedding, step.token_types
+        embedding = self.spec.embedding
+        token_types = step.token_types
         x = lookup(self.embed[...], token_ids)
         if self.embed_lora is not None and step.adapter_mask is not None:
             low = jnp.where(step.adapter_mask, lookup(self.embed_lora.b[...], token_ids), 0)
@@ -374,7 +379,8 @@ class SegmentLayers(nnx.Module):
             current = replace(step, repeat=repeat)
             for position, (graph, stacked, _) in enumerate(split):
                 layer = nnx.merge(graph, stacked, states[position])
-                number, part = self.first + repeat * len(split) + position, None
+                number = self.first + repeat * len(split) + position
+                part = None
                 if slots is not None:
                     layer_inputs = jax.lax.dynamic_update_index_in_dim(layer_inputs, x, slots[number], 0)
                 if parts is not None:
@@ -430,12 +436,16 @@ class JaxDecoderLayer(nnx.Module):
         """
         added = None
         if self.block is not None and self.adapters is not None:
-            own, arrays, stacks = arrays[0], arrays[1:], list(caches)
-            both, taken = jnp.concatenate([x, read.first], -1), tuple(stacks[array] for array in own)
+            own = arrays[0]
+            arrays = arrays[1:]
+            stacks = list(caches)
+            both = jnp.concatenate([x, read.first], -1)
+            taken = tuple(stacks[array] for array in own)
             added, taken = read.blocks[self.block](both, taken, indices[0], rotations, step, self.adapters)
             for array, cache in zip(own, taken):
                 stacks[array] = cache
-            caches, indices = tuple(stacks), indices[1:]
+            caches = tuple(stacks)
+            indices = indices[1:]
         if self.alt_up is not None:
             predicted = self.alt_up.predict(x)
             active = predicted[self.alt_up.spec.active]
@@ -466,7 +476,8 @@ class JaxDecoderLayer(nnx.Module):
             return (x if self.ffn is None else self._feed(x, repeat, step)), caches
         part = apply_norm(self.before_mixer, x if added is None else x + added)  # of the tokens, in a scattered step
         normed = gathered(part, step)
-        updates, stacks = [], list(caches)
+        updates = []
+        stacks = list(caches)
         for number, (mixer, own) in enumerate(zip(self.mixers, arrays)):
             taken = tuple(stacks[array] for array in own)
             with jax.named_scope(type(mixer).__name__.removeprefix("Jax")):
@@ -502,7 +513,8 @@ class JaxDecoderLayer(nnx.Module):
         XLA would compute the norms of all pieces together, when the last one has come.
         """
         assert isinstance(self.ffn, MlpFfn), "see `exchanged_pieces`"
-        xs, updates = jnp.split(x, step.pieces), jnp.split(update, step.pieces)
+        xs = jnp.split(x, step.pieces)
+        updates = jnp.split(update, step.pieces)
         outputs = []
         for number in range(step.pieces):
             y = self._add(xs[number], updates[number], self.after_mixer)

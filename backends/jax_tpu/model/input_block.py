@@ -27,7 +27,9 @@ class JaxAdapters(nnx.Module):
 
     def __init__(self, layer: Layer, block: InputBlock, width: int, build: JaxBuildContext) -> None:
         spec = layer.attends_before
-        heads, rank, ffn_rank = HeadLayout.of(spec, build.tensor), spec.adapter_rank, block.adapter_rank
+        heads = HeadLayout.of(spec, build.tensor)
+        rank = spec.adapter_rank
+        ffn_rank = block.adapter_rank
         keys = heads.slots, 1, spec.head_dim, rank or 0
         queries = heads.slots, heads.group, spec.head_dim, rank or 0
         self.first = None if rank is None else build.parameter("..D", 3, rank, spec.input_width(width))
@@ -75,8 +77,10 @@ class JaxInputBlock(nnx.Module):
     def __init__(self, layer: Layer, attention: BlockAttention, width: int, build: JaxBuildContext) -> None:
         block = layer.block
         assert block is not None
-        self.attention, self.ffn = attention, MlpFfn(block.ffn, width, build.at("ffn"))
-        self.norm, self.ffn_norm = JaxNorm(block.norm, 2 * width, build), JaxNorm(block.norm, width, build)
+        self.attention = attention
+        self.ffn = MlpFfn(block.ffn, width, build.at("ffn"))
+        self.norm = JaxNorm(block.norm, 2 * width, build)
+        self.ffn_norm = JaxNorm(block.norm, width, build)
 
     def __call__(
         self,

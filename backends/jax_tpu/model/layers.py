@@ -177,7 +177,8 @@ def activate(spec: Mlp, parts: jax.Array) -> jax.Array:
 
 def clamped_glu(gate: jax.Array, up: jax.Array, spec: models.ClampedGlu) -> jax.Array:
     """Return the activation of gate and up [T, F]."""
-    gate, up = jnp.minimum(gate, spec.limit), jnp.clip(up, -spec.limit, spec.limit)
+    gate = jnp.minimum(gate, spec.limit)
+    up = jnp.clip(up, -spec.limit, spec.limit)
     return gate * jax.nn.sigmoid(spec.alpha * gate) * (up + 1)
 
 
@@ -192,7 +193,8 @@ def xielu(x: jax.Array, spec: models.Xielu, curvature_p: jax.Array, curvature_n:
 
 def sparse(gate: jax.Array, spec: Mlp) -> jax.Array:
     """Return relu(gate - cutoff) of a device's part of the gates [T, F], whose cutoff is that of whole rows."""
-    wide, size = gate.astype(jnp.float32), gate.shape[1]
+    wide = gate.astype(jnp.float32)
+    size = gate.shape[1]
     real = jax.lax.axis_index(MODEL) * size + jnp.arange(size) < spec.width  # the others are padding
 
     def mean(x: jax.Array) -> jax.Array:
@@ -218,7 +220,8 @@ class MlpFfn(nnx.Module):
         self.inner_bias = build.parameter(".F", parts, inner) if spec.bias else None
         self.down = build.matrix("down", "DF", width, inner)
         self.down_bias = build.parameter("D", width) if spec.bias or spec.down_bias else None
-        names, lora = parts * (AdapterOutputs("F", (inner,)),), build.lora
+        names = parts * (AdapterOutputs("F", (inner,)),)
+        lora = build.lora
         self.lora_in = None if lora is None else JaxLora("D", width, names, build)
         self.lora_out = None if lora is None else JaxLora("F", inner, (AdapterOutputs("D", (width,)),), build)
         learned = spec.learned is not None
@@ -275,7 +278,8 @@ class MoeFfn(nnx.Module):
     """
 
     def __init__(self, spec: Moe, width: int, build: JaxBuildContext) -> None:
-        expert, inner = spec.expert, build.ffn_width(spec.expert.width)
+        expert = spec.expert
+        inner = build.ffn_width(spec.expert.width)
         parts = 2 if expert.gated else 1
         self.spec = spec
         self.router = build.parameter("ED", spec.experts, width)
@@ -303,7 +307,8 @@ class MoeFfn(nnx.Module):
 
         router_input [T, D]: what the router reads, by default x. expert_scale [E]: multiplies the weights.
         """
-        tokens, top = x.shape[0], self.spec.router.top_k
+        tokens = x.shape[0]
+        top = self.spec.router.top_k
         correction = None if self.correction is None else self.correction[...]
         logits = project(x if router_input is None else router_input, self.router[...])
         logits = logits if self.router_bias is None else logits + self.router_bias[...]
@@ -315,7 +320,8 @@ class MoeFfn(nnx.Module):
         sizes = (expert[:, None] == jnp.arange(self.spec.experts)).sum(0)
         routed = x
         if self.spec.weighs_input:
-            routed, weights = x * weights.astype(x.dtype), jnp.ones_like(weights)
+            routed = x * weights.astype(x.dtype)
+            weights = jnp.ones_like(weights)
         rows = routed[order // top]  # of each (token, expert) pair, sorted by expert
         mask = None if step.adapter_mask is None else step.adapter_mask[order // top]
         out = self._experts(rows, expert[order], sizes.astype(jnp.int32), repeat, step, mask)
@@ -403,7 +409,9 @@ def _of_best_groups(choice: jax.Array, groups: ExpertGroups) -> jax.Array:
 
 
 def _sparse_mixer(logits: jax.Array, spec: SparseMixer) -> tuple[jax.Array, jax.Array]:
-    rest, weights, experts = logits, [], []
+    rest = logits
+    weights = []
+    experts = []
     for _ in range(spec.top_k):
         largest, expert = jax.lax.top_k(rest, 1)
         near = largest - logits <= 2 * spec.jitter * jnp.maximum(jnp.abs(logits), largest)
@@ -501,7 +509,8 @@ def _swapped(x: jax.Array, dim: int, *, columns: bool) -> jax.Array:
 
 def _swap_matrix(x: jax.Array, dim: int) -> jax.Array:
     """Return [H, H] of x's dtype that maps [first half, second half, tail] to [-second half, first half, 0]."""
-    half, channel = dim // 2, np.arange(dim // 2)
+    half = dim // 2
+    channel = np.arange(dim // 2)
     matrix = np.zeros((x.shape[-1], x.shape[-1]), np.float32)
     matrix[channel + half, channel] = -1
     matrix[channel, channel + half] = 1
@@ -524,7 +533,8 @@ def table(rope: Rope, max_len: int) -> npt.NDArray[np.float32]:
 
 def rotation(table: jax.Array, positions: jax.Array) -> JaxRotation:
     """Return the rotation at positions int32 [T], from a table."""
-    low, high = table[positions % SPAN], table[SPAN + positions // SPAN]
+    low = table[positions % SPAN]
+    high = table[SPAN + positions // SPAN]
     cos = low[..., 0] * high[..., 0] - low[..., 1] * high[..., 1]
     sin = low[..., 1] * high[..., 0] + low[..., 0] * high[..., 1]
     return JaxRotation(cos[:, None], sin[:, None], 2 * table.shape[1])

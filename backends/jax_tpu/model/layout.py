@@ -274,7 +274,8 @@ def stacks_of(mixer: Mixer, tensor: int) -> tuple[Stack, ...]:
             width = padded(mixer.channels, tensor) // tensor
             return TailStack(tensor, mixer.taps - 1, width), StateStack(tensor, mixer.state_dim, width)
         case KimiDelta():
-            slots, dim = HeadLayout.of(mixer, tensor).slots, mixer.head_dim
+            slots = HeadLayout.of(mixer, tensor).slots
+            dim = mixer.head_dim
             return TailStack(slots, mixer.taps - 1, 3 * dim), StateStack(slots, dim, dim)
         case LightningAttention():
             return (StateStack(HeadLayout.of(mixer, tensor).slots, mixer.head_dim, mixer.head_dim),)

@@ -22,7 +22,9 @@ from pagoda.backends.jax_tpu.model.parameters import SHARDED, AnyStep, JaxBuildC
 from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.kernels_pallas.grouped_matmul import grouped_matmul
 
-SLOT_RANKS, SHARDED_RANKS, SHARDED_OUTPUTS = "A", "a", "d"
+SLOT_RANKS = "A"
+SHARDED_RANKS = "a"
+SHARDED_OUTPUTS = "d"
 """Axis letters of the ranks of all slots, whole or sharded, and of the channels of a B whose inputs were sharded."""
 
 
@@ -52,7 +54,8 @@ class JaxLora(nnx.Module):
     def __init__(self, axis: str, inputs: int, outputs: Sequence[AdapterOutputs], build: JaxBuildContext) -> None:
         columns, build = _for_slots(build)
         assert build.lora is not None, "created with slots"
-        fully, whole = build.lora.fully_sharded and build.tensor > 1, axis not in SHARDED
+        fully = build.lora.fully_sharded and build.tensor > 1
+        whole = axis not in SHARDED
         self.gathers = fully and whole and columns % build.tensor == 0
         self.scatters = fully and not whole and all(each.shape[0] % build.tensor == 0 for each in outputs)
         ranks = SHARDED_RANKS if self.gathers else SLOT_RANKS
@@ -77,7 +80,8 @@ class JaxLora(nnx.Module):
 
 def _in_own_columns(part: jax.Array) -> jax.Array:
     """Return this device's columns [T, n] between zeros in place of the other devices'."""
-    size, devices = part.shape[1], jax.lax.axis_size(MODEL)
+    size = part.shape[1]
+    devices = jax.lax.axis_size(MODEL)
     whole = jnp.zeros((len(part), size * devices), part.dtype)
     return jax.lax.dynamic_update_slice_in_dim(whole, part, jax.lax.axis_index(MODEL) * size, 1)
 
@@ -135,7 +139,8 @@ class JaxExpertLora(nnx.Module):
         """`sharded`: "inputs" or "outputs"."""
         lanes = build.lanes
         columns, build = _for_slots(build)
-        columns, self.transposed = padded(columns, lanes), sharded == "outputs"
+        columns = padded(columns, lanes)
+        self.transposed = sharded == "outputs"
         shapes = {False: ((f"E.F{SLOT_RANKS}", inputs, columns), (f"E.{SLOT_RANKS}D", columns, outputs)),
                   True: ((f"E.{SLOT_RANKS}D", columns, inputs), (f"E.F{SLOT_RANKS}", outputs, columns))}  # fmt: skip
         (a_axes, *a_shape), (b_axes, *b_shape) = shapes[self.transposed]

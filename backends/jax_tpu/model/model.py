@@ -55,7 +55,8 @@ class HostLeaves:
     def of(cls, leaves: Leaves, kept: Iterable[int]) -> HostLeaves:
         """Copy these leaves to the host. Raise MemoryError if they do not fit."""
         indices = list(kept)
-        needed, free = sum(leaves[index].nbytes for index in indices), available_bytes()
+        needed = sum(leaves[index].nbytes for index in indices)
+        free = available_bytes()
         if needed > free:
             raise MemoryError(f"no room in host memory: the weights take {needed} bytes, {free} are free")
         arrays = {index: np.array(leaves[index], copy=True) for index in indices}
@@ -154,7 +155,9 @@ class StepModel(ABC):
 
     def caches(self, num_blocks: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the global shapes of the stacked caches with `num_blocks` blocks of each pool per shard."""
-        index, arrays, devices = self.cache_index, [], {"P": self.shards, "K": self.tensor}
+        index = self.cache_index
+        arrays = []
+        devices = {"P": self.shards, "K": self.tensor}
         for stack, block, depth, pool in zip(index.stacks, self.cache_blocks, index.depths, index.pools):
             local = depth, num_blocks[pool], *block.shape
             shape = tuple(size * devices.get(axis, 1) for size, axis in zip(local, stack.axes))
@@ -169,7 +172,8 @@ class StepModel(ABC):
     @property
     def block_bytes(self) -> tuple[int, ...]:
         """Return the bytes of one block of each pool over all its layers, on one device."""
-        sizes, index = [0] * len(self.layout.pools), self.cache_index
+        sizes = [0] * len(self.layout.pools)
+        index = self.cache_index
         for block, depth, pool in zip(self.cache_blocks, index.depths, index.pools):
             sizes[pool] += depth * block.size * block.dtype.itemsize
         return tuple(sizes)

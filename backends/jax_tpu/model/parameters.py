@@ -75,10 +75,12 @@ class GroupedMatrix(nnx.Module):
 
     def __init__(self, form: MatrixFormat, axes: str, shape: tuple[int, ...], build: JaxBuildContext) -> None:
         *stack, inputs, outputs = shape
-        self.form, self.outputs = form, None if axes[3] in SHARDED else outputs  # without padding
+        self.form = form  # without padding
+        self.outputs = None if axes[3] in SHARDED else outputs
         outputs = outputs if axes[3] in SHARDED else padded(outputs, build.lanes)
         per_row, dtype = (PER_WORD, "uint32") if form.numbers in CODES else (1, form.numbers)
-        numbers, wide = replace(build, dtype=jnp.dtype(dtype)), build.float32()
+        numbers = replace(build, dtype=jnp.dtype(dtype))
+        wide = build.float32()
         groups = inputs // (form.group or inputs)
         if axes[2] not in SHARDED and groups > _SUBLANES and build.lanes > 1:
             groups = padded(groups, _SUBLANES)  # else XLA copies them for the kernel
@@ -166,7 +168,8 @@ class JaxBuildContext:
         """Create a parameter of global `shape`; `axes` has one logical axis letter per dimension (see `sharding`)."""
         assert len(axes) == len(shape), f"{axes} does not name the dimensions of {shape}"
         if self.repeats is not None:
-            axes, shape = f"L{axes}", (self.repeats, *shape)
+            axes = f"L{axes}"
+            shape = (self.repeats, *shape)
         return kind(jnp.zeros(shape, self.dtype), axes=axes)
 
     def matrix(self, name: str, axes: str, *shape: int) -> Matrix:

@@ -112,7 +112,8 @@ class JaxLowRank(nnx.Module):
     """A learned residual of low rank."""
 
     def __init__(self, spec: LowRankResidual, width: int, build: JaxBuildContext) -> None:
-        self.left, self.right = build.parameter(".D", spec.rank, width), build.parameter("D.", width, spec.rank)
+        self.left = build.parameter(".D", spec.rank, width)
+        self.right = build.parameter("D.", width, spec.rank)
         self.norm = JaxNorm(spec.norm, width, build)
 
     def __call__(self, h: jax.Array) -> jax.Array:
@@ -141,7 +142,8 @@ class JaxShortcut(nnx.Module):
     """A mixture around a layer."""
 
     def __init__(self, spec: Shortcut, width: int, build: JaxBuildContext) -> None:
-        self.norm, self.moe = JaxNorm(spec.norm, width, build), MoeFfn(spec.moe, width, build.at("moe"))
+        self.norm = JaxNorm(spec.norm, width, build)
+        self.moe = MoeFfn(spec.moe, width, build.at("moe"))
 
     def __call__(self, x: jax.Array, repeat: jax.Array, step: AnyStep) -> jax.Array:
         """Input of the layer [T, D] -> what is added to its output [T, D]."""

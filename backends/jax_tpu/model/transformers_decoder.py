@@ -72,7 +72,9 @@ class TorchaxSource:
     def __init__(
         self, spec: TransformersSpec, cache_index: CacheIndex, dtype: jnp.dtype, max_len: int, *, scaled_cache: bool
     ) -> None:
-        self.spec, self.cache_index, self.scaled_cache = spec, cache_index, scaled_cache
+        self.spec = spec
+        self.cache_index = cache_index
+        self.scaled_cache = scaled_cache
         self.dtype = dtype
         self.model = TransformersModel.without_weights(spec, getattr(torch, dtype.name), max_len)
         self.model.set_head(_head)
@@ -112,7 +114,8 @@ class TorchaxDecoder:
 
     def __init__(self, source: TorchaxSource, leaves: Leaves) -> None:
         """`leaves`: in the order of `source.shapes`."""
-        self.source, self.leaves = source, leaves
+        self.source = source
+        self.leaves = leaves
 
     def hidden(
         self, token_ids: jax.Array, step: AnyStep, caches: Caches, embeds: jax.Array | None = None
@@ -121,8 +124,10 @@ class TorchaxDecoder:
 
         `embeds` [T, D]: embeddings that replace the table's for tokens marked EMBEDDED.
         """
-        source, stacks = self.source, list(caches)
-        spec, index = source.spec, source.cache_index
+        source = self.source
+        stacks = list(caches)
+        spec = source.spec
+        index = source.cache_index
         scales = jnp.ones(2, jnp.float32) if source.scaled_cache else None
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, _: object) -> Tensor:

@@ -37,7 +37,8 @@ def _modules(model: Model) -> dict[str, Path]:
 
     That of the matrix's array, or of its module: one for its inputs and one for its output.
     """
-    paths, places = set(model.paths), placements(model.spec, model.tensor)
+    paths = set(model.paths)
+    places = placements(model.spec, model.tensor)
     modules: dict[str, Path] = dict(_SINGLE)
     for name in adaptable(model.spec).keys() - modules.keys():
         *parent, last = places[name].target
@@ -57,7 +58,8 @@ class AdapterWriter:
         """Return a slot of each adapter array, in the order of `Model.adapter_leaves`, on the devices."""
         arrays = {self.model.paths[index]: np.zeros(_slot(self.model, index).shape, _slot(self.model, index).dtype)
                   for index in self.model.adapter_leaves}  # fmt: skip
-        places, projections = placements(self.model.spec, self.model.tensor), self._projections()
+        places = placements(self.model.spec, self.model.tensor)
+        projections = self._projections()
         modules = _modules(self.model)
         ordered = half_split(self.model.spec, ((name, each.b) for name, each in weights.matrices.items()))
         for name, b in ordered:
@@ -71,7 +73,8 @@ class AdapterWriter:
 
     def _projections(self) -> dict[str, int]:
         """Return the index of each matrix among those of its module: in the order of the array that they share."""
-        places, modules = placements(self.model.spec, self.model.tensor), _modules(self.model)
+        places = placements(self.model.spec, self.model.tensor)
+        modules = _modules(self.model)
         members: dict[tuple[Path, tuple[int, ...]], list[str]] = {}
         for name in adapted_matrices(self.model):
             if not (name.endswith(".v") and self._is_key(name)):
@@ -100,9 +103,11 @@ def _put(
         arrays[*module, "a"][0, :rank] = matrix.a
         arrays[*module, "b", 0][:rank, : len(matrix.b)] = matrix.b.T
         return
-    repeat, last = placement.start[0], placement.target[-1]
+    repeat = placement.start[0]
+    last = placement.target[-1]
     if matrix.a.ndim > 2:  # of experts
-        a, b = arrays[*module, "a"][repeat], arrays[*module, "b", number][repeat, :, 0]
+        a = arrays[*module, "a"][repeat]
+        b = arrays[*module, "b", number][repeat, :, 0]
         if last in _ROW_PARALLEL:
             a[:, number, : matrix.a.shape[2], :rank] = matrix.a.swapaxes(1, 2)
             b[:, :rank, : matrix.b.shape[1]] = matrix.b.swapaxes(1, 2)
@@ -111,9 +116,11 @@ def _put(
             b[:, : matrix.b.shape[1], :rank] = matrix.b
         return
     if last in _ROW_PARALLEL:
-        a, b = np.asarray(placement.arrange(matrix.a))[0], matrix.b.T
+        a = np.asarray(placement.arrange(matrix.a))[0]
+        b = matrix.b.T
     else:
-        a, b = matrix.a, np.moveaxis(np.asarray(placement.arrange(matrix.b))[0], -1, 0)
+        a = matrix.a
+        b = np.moveaxis(np.asarray(placement.arrange(matrix.b))[0], -1, 0)
         b = b[:, 0] if ".ffn." in name else b  # the axis of gate and up
     arrays[*module, "a"][repeat, number, :rank, : a.shape[1]] = a
     arrays[*module, "b", number][repeat, :rank, : b.shape[1]] = b
@@ -121,7 +128,8 @@ def _put(
 
 def _slot(model: Model, index: int) -> jax.ShapeDtypeStruct:
     """Return the shape of one slot of an adapter array."""
-    leaf, axes = model.leaves[index], model.axes[index]
+    leaf = model.leaves[index]
+    axes = model.axes[index]
     assert model.lora is not None, "has slots"
     ranks = slot_axis(axes)
     assert ranks is not None, "an array of adapters"

@@ -69,10 +69,13 @@ def load(model: Model, checkpoint: ShardedCheckpoint) -> Leaves:
 
     Raise ConfigError without Orbax, WeightError naming an array that is missing, damaged or does not fit the model.
     """
-    ocp, manifest = import_orbax(), checkpoint.manifest
+    ocp = import_orbax()
+    manifest = checkpoint.manifest
     source = _with_tensor_size(model, manifest.tensor_parallel_size)
     _check(checkpoint, source)
-    stored, constant_arrays, moves = _stored(model), constants(model), head_moves(source, model)
+    stored = _stored(model)
+    constant_arrays = constants(model)
+    moves = head_moves(source, model)
     source_leaves = dict(zip(source.paths, source.leaves))
     arrays = {}
     with _checkpointer(ocp) as reader:
@@ -121,7 +124,8 @@ def _convert(values: jax.Array, leaf: jax.ShapeDtypeStruct, axes: str, index: In
 
 def _check(checkpoint: ShardedCheckpoint, source: Model) -> None:
     """Raise WeightError if the manifest's arrays are not those of its config.json."""
-    leaves, stored = checkpoint.manifest.leaves, _stored(source)
+    leaves = checkpoint.manifest.leaves
+    stored = _stored(source)
     expected = {
         _name(path): (leaf.shape, axes)
         for path, leaf, axes in zip(source.paths, source.leaves, source.axes)
@@ -208,7 +212,8 @@ def head_moves(source: Model, target: Model) -> dict[Path, Index]:
     """
     shapes = dict(zip(source.paths, (leaf.shape for leaf in source.leaves)))
     differing = {path for path, leaf in zip(target.paths, target.leaves) if leaf.shape != shapes.get(path)}
-    before, after = _element_numbers(source), _element_numbers(target)
+    before = _element_numbers(source)
+    after = _element_numbers(target)
     return {
         path: _positions(before[path], numbers)
         for path, numbers in after.items()
@@ -234,7 +239,8 @@ def _element_numbers(model: Model) -> dict[Path, npt.NDArray[np.int64]]:
         for path, axes, leaf in zip(model.paths, model.axes, model.leaves)
         if HEADS in axes
     }
-    known, first = params(model.spec), 1
+    known = params(model.spec)
+    first = 1
     for name, placement in placements(model.spec, model.tensor).items():
         if name not in known or placement.target not in numbers or placement.start[0]:
             continue

@@ -35,10 +35,12 @@ def convert(
     OSError.
     """
     import_orbax()
-    model_dtype, block = dtype_of(dtype), BLOCK_SIZES["jax_tpu"]
+    model_dtype = dtype_of(dtype)
+    block = BLOCK_SIZES["jax_tpu"]
     mesh = make_mesh(tensor, devices=_cpu_devices(tensor))
     model = build_model(spec, kv_layout(spec, block), mesh, model_dtype, block, KernelChoice(block, model_dtype.name))
-    size, free = sum(leaf.size * leaf.dtype.itemsize for leaf in model.leaves), shutil.disk_usage(folder).free
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in model.leaves)
+    free = shutil.disk_usage(folder).free
     if size > free:
         gib = 1 << 30
         raise ConfigError("OUT", f"the model takes {size / gib:.1f} GiB, {free / gib:.1f} are free; use another disk")

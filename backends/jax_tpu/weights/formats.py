@@ -118,7 +118,8 @@ def moved_groups(placement: Placement, inputs: int, group: int) -> npt.NDArray[n
     if len(order) % group:
         return None
     groups = order.reshape(-1, group)
-    empty, first = (groups == 0).all(1), groups[:, 0]
+    empty = (groups == 0).all(1)
+    first = groups[:, 0]
     whole = ((first - 1) % group == 0) & (groups == first[:, None] + np.arange(group)).all(1)
     return np.where(empty, -1, (first - 1) // group) if (whole | empty).all() else None
 

@@ -119,7 +119,8 @@ class WeightWriter:
         self, model: ArrayShapes, leaves: Leaves, places: Mapping[str, Placement], spec: ModelSpec | None
     ) -> None:
         """`places`: of the parameters. `spec`: whose rotary channels have another order in the arrays, if any."""
-        self._model, self._spec = model, spec
+        self._model = model
+        self._spec = spec
         self._copied: list[str] = []  # names of quantised parameters that were sent as they are
         self._rounded: list[str] = []  # names of dense parameters that were quantised
         self._dequantised: list[str] = []
@@ -142,7 +143,8 @@ class WeightWriter:
         for name, value in values if self._spec is None else half_split(self._spec, values):
             self._put(name, value)
         if self._copied and self._rounded:
-            dense, stored = self._rounded[0], self._copied[0]
+            dense = self._rounded[0]
+            stored = self._copied[0]
             raise WeightError(
                 f"parameter {dense} is dense and {stored} is not, but config.json states the same of both"
             )
@@ -193,7 +195,8 @@ class WeightWriter:
 
     def _quantize_groups(self, name: str, values: npt.NDArray[np.generic], form: MatrixFormat) -> None:
         """Send a dense parameter of a GroupedMatrix, which is quantised on the devices."""
-        placement, inputs = self._placements[name], values.shape[-1]
+        placement = self._placements[name]
+        inputs = values.shape[-1]
         index, scales = (self._index[(*placement.target, part)] for part in ("numbers", "scales"))
         numbers = self._arrays[index]
         part = kernel_part(name, values, placement, inputs, form.group or inputs)
@@ -226,7 +229,8 @@ class WeightWriter:
 
     def _quantize_channels(self, target: Path, start: tuple[int, ...], part: npt.NDArray[np.generic]) -> None:
         """Send a dense part of a matrix, which is quantised on the devices."""
-        index, scales_index = self._index[(*target, "numbers")], self._index[(*target, "scales")]
+        index = self._index[(*target, "numbers")]
+        scales_index = self._index[(*target, "scales")]
         sent, offset = self._on_devices(index, start, part)
         matrix = self._arrays[index], self._arrays[scales_index]
         self._arrays[index], self._arrays[scales_index] = self._write_quantized(matrix, sent, offset)
@@ -235,7 +239,8 @@ class WeightWriter:
         self, index: int, start: tuple[int, ...], part: npt.NDArray[np.generic]
     ) -> tuple[jax.Array, npt.NDArray[np.int32]]:
         """Shard a part over the devices as its array is; return it with its offsets there."""
-        axes, array = self._model.axes[index], self._arrays[index]
+        axes = self._model.axes[index]
+        array = self._arrays[index]
         if part.ndim > array.ndim:
             axes = f"{axes[:2]}.{axes[2:]}"
         part = _pad(part, split_slot_axis(array.shape, part.shape), axes)

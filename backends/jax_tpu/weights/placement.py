@@ -58,7 +58,8 @@ def placements(spec: ModelSpec, tensor: int) -> dict[str, Placement]:
     """Return a placement for every canonical parameter name."""
     result = {name: Placement((name,)) for name in _TOP}
     for name in ("embed_norm", "final_norm"):
-        result[name], result[f"{name}_bias"] = Placement((name, "weight")), Placement((name, "bias"))
+        result[name] = Placement((name, "weight"))
+        result[f"{name}_bias"] = Placement((name, "bias"))
     result |= {f"per_layer.{name}": Placement(("parts", name)) for name in ("table", "projection")}
     result |= {"per_layer.norm": Placement(("parts", "norm", "weight"))}
     result |= {f"alt_up.{name}": Placement(("stream_ends", to)) for name, to in (("in", "first"), ("out", "last"))}
@@ -180,7 +181,8 @@ def _mixer(mixer: Mixer, tensor: int) -> Iterator[tuple[str, Placement]]:
 
 
 def _attention(mixer: Attention, tensor: int) -> Iterator[tuple[str, Placement]]:
-    heads, dim = HeadLayout.of(mixer, tensor), mixer.head_dim
+    heads = HeadLayout.of(mixer, tensor)
+    dim = mixer.head_dim
 
     def queries(rows: Array) -> Array:
         return heads.queries(rows, dim)
@@ -239,7 +241,9 @@ def _latent_attention(mixer: LatentAttention, tensor: int) -> Iterator[tuple[str
 
 def _gated_delta(mixer: GatedDelta, tensor: int) -> Iterator[tuple[str, Placement]]:
     heads = HeadLayout.of(mixer, tensor)
-    group, key, value = heads.group, mixer.key_dim, mixer.value_dim
+    group = heads.group
+    key = mixer.key_dim
+    value = mixer.value_dim
 
     def keys(rows: Array) -> Array:
         return heads.keys(rows, key)
@@ -267,7 +271,8 @@ def _gated_delta(mixer: GatedDelta, tensor: int) -> Iterator[tuple[str, Placemen
 
 
 def _mamba2(mixer: Mamba2, tensor: int) -> Iterator[tuple[str, Placement]]:
-    heads, size = HeadLayout.of(mixer, tensor), mixer.state_dim
+    heads = HeadLayout.of(mixer, tensor)
+    size = mixer.state_dim
     width = heads.group * mixer.head_dim
 
     def values(rows: Array) -> Array:
@@ -295,7 +300,8 @@ def _mamba2(mixer: Mamba2, tensor: int) -> Iterator[tuple[str, Placement]]:
 
 
 def _kimi_delta(mixer: KimiDelta, tensor: int) -> Iterator[tuple[str, Placement]]:
-    heads, dim = HeadLayout.of(mixer, tensor), mixer.head_dim
+    heads = HeadLayout.of(mixer, tensor)
+    dim = mixer.head_dim
 
     def of_heads(rows: Array) -> Array:
         return heads.keys(rows, dim)
@@ -319,7 +325,8 @@ def _kimi_delta(mixer: KimiDelta, tensor: int) -> Iterator[tuple[str, Placement]
 
 
 def _lightning_attention(mixer: LightningAttention, tensor: int) -> Iterator[tuple[str, Placement]]:
-    heads, dim = HeadLayout.of(mixer, tensor), mixer.head_dim
+    heads = HeadLayout.of(mixer, tensor)
+    dim = mixer.head_dim
 
     def of_heads(rows: Array) -> Array:
         return heads.keys(rows, dim)
@@ -333,7 +340,9 @@ def _lightning_attention(mixer: LightningAttention, tensor: int) -> Iterator[tup
 
 
 def _mamba(mixer: Mamba, tensor: int) -> Iterator[tuple[str, Placement]]:
-    of_slots, rank, states = partial(_of_slots, tensor), mixer.step_rank, mixer.state_dim
+    of_slots = partial(_of_slots, tensor)
+    rank = mixer.step_rank
+    states = mixer.state_dim
     channels = padded(mixer.channels, tensor) // tensor
 
     def columns(rows: Array) -> Array:
@@ -355,7 +364,8 @@ def _mamba(mixer: Mamba, tensor: int) -> Iterator[tuple[str, Placement]]:
 
 
 def _short_convolution(mixer: ShortConvolution, tensor: int) -> Iterator[tuple[str, Placement]]:
-    of_slots, channels = partial(_of_slots, tensor), padded(mixer.channels, tensor) // tensor
+    of_slots = partial(_of_slots, tensor)
+    channels = padded(mixer.channels, tensor) // tensor
     for index, name in enumerate("bcv"):
         for suffix in ("", "_bias"):
             yield f"{name}{suffix}", Placement((f"inner{suffix}",), (0, index * channels), of_slots)

@@ -41,7 +41,8 @@ class ActiveAdapters:
     @contextmanager
     def of(self, tokens: TokenSlots | None) -> Iterator[None]:
         """Return a context in which the layers of this thread run on tokens with these slots."""
-        before, self._local.tokens = self.tokens, tokens
+        before = self.tokens
+        self._local.tokens = tokens
         try:
             yield
         finally:
@@ -60,8 +61,11 @@ class SlotMatrices:
 
     def __init__(self, sizes: Sequence[int], width: int, options: LoraOptions, numerics: Numerics) -> None:
         """`sizes`: outputs of each parameter; `width`: inputs."""
-        self._sizes, self._rank, self._count = tuple(sizes), options.max_rank, options.slots
-        self._dtype, self._invariant = numerics.compute, numerics.batch_invariant
+        self._sizes = tuple(sizes)
+        self._rank = options.max_rank
+        self._count = options.slots
+        self._dtype = numerics.compute
+        self._invariant = numerics.batch_invariant
         rounded = options.dtype if options.dtype in _DTYPES else "float32"
         self._rounded = _DTYPES[rounded]
         self.a = torch.zeros(len(sizes), options.slots, options.max_rank, width, dtype=self._dtype)
@@ -135,10 +139,13 @@ class AdaptedLinear:
     def __init__(
         self, layer: Linear, add: Callable[[Tensor, Tensor, TokenSlots], Tensor], active: ActiveAdapters
     ) -> None:
-        self.layer, self._add, self._active = layer, add, active
+        self.layer = layer
+        self._add = add
+        self._active = active
 
     def __call__(self, x: Tensor) -> Tensor:
-        y, tokens = self.layer(x), self._active.tokens
+        y = self.layer(x)
+        tokens = self._active.tokens
         return y if tokens is None else self._add(x, y, tokens)
 
 
@@ -146,7 +153,9 @@ class AdapterMatrices:
     """The slots of a model. `adaptable`: the parameters that adapters may change."""
 
     def __init__(self, options: LoraOptions, adaptable: Mapping[str, Param], numerics: Numerics) -> None:
-        self.options, self.adaptable, self.active = options, adaptable, ActiveAdapters()
+        self.options = options
+        self.adaptable = adaptable
+        self.active = ActiveAdapters()
         self._numerics = numerics
         self._layers: dict[tuple[tuple[str, ...], int | None], SlotMatrices] = {}  # by parameters, and expert
         self._lock = threading.Lock()

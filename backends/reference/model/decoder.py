@@ -111,8 +111,10 @@ def _mlp(
     native: Operators | None = None,
     active: ActiveAdapters | None = None,
 ) -> FfnStep:
-    act, width = activation(spec.activation, batch_invariant=batch_invariant), spec.width
-    inner, down = params.inner, params.down
+    act = activation(spec.activation, batch_invariant=batch_invariant)
+    width = spec.width
+    inner = params.inner
+    down = params.down
     if (learned := spec.learned) is not None and (curvatures := params.curvatures) is not None:
         return lambda x: down(xielu(inner(x), learned, *curvatures))
     if not spec.gated:
@@ -193,12 +195,14 @@ def _moe(
     def mixture(x: Tensor) -> Tensor:
         weights, chosen = route(params.router(x), spec.router, params.correction)
         if spec.weighs_input:
-            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+            x = x * weights.to(x.dtype)
+            weights = torch.ones_like(weights)
         return mix_experts(x, weights, chosen, lambda expert, rows: experts[expert](rows), at)
 
     if spec.shared is None or params.shared is None:
         return mixture
-    shared, gate = _mlp(spec.shared, params.shared, batch_invariant, native, active), params.shared_gate
+    shared = _mlp(spec.shared, params.shared, batch_invariant, native, active)
+    gate = params.shared_gate
     if gate is None:
         return lambda x: mixture(x) + shared(x)
     return lambda x: mixture(x) + sigmoid(gate(x)) * shared(x)
@@ -219,7 +223,10 @@ class Decoder:
         adapters: AdapterMatrices | None = None,
     ) -> None:
         """`adapters`: those whose slots the layers of `params` have."""
-        self.spec, self.params, self.numerics, self.adapters = spec, params, numerics, adapters
+        self.spec = spec
+        self.params = params
+        self.numerics = numerics
+        self.adapters = adapters
         self.embed = TokenEmbedding(spec, params, numerics, adapters)
         native = operators(numerics)
         self.is_row_wise = native is not None and native.multiplies(spec.width)
@@ -316,7 +323,8 @@ def make_layers(
     """Return every layer."""
     layers = []
     for layer, own, caches in zip(spec.layers, params.layers, spec.cache_numbers):
-        block, numbers = None, caches[len(caches) - len(own.mixers) :]
+        block = None
+        numbers = caches[len(caches) - len(own.mixers) :]
         if layer.block is not None and own.block is not None:
             first = params.layers[layer.block.weights_of].block
             assert first is not None
@@ -338,7 +346,9 @@ class InputBlockStep:
     def __init__(
         self, spec: InputBlock, norms: dict[str, NormParams], attend: MixerStep, feed: FfnStep, out: FfnStep
     ) -> None:
-        self.attend, self.feed, self.out = attend, feed, out
+        self.attend = attend
+        self.feed = feed
+        self.out = out
         self.norm, self.ffn_norm = (make_norm(spec.norm, norms.get(name)) for name in ("norm", "ffn_norm"))
 
     def __call__(self, both: Tensor, *mixer_inputs: object) -> Tensor:
@@ -401,7 +411,9 @@ class TokenEmbedding:
     def __init__(
         self, spec: ModelSpec, params: ModelParams, numerics: Numerics, adapters: AdapterMatrices | None = None
     ) -> None:
-        self.spec, self.params, self.compute = spec.embedding, params, numerics.compute
+        self.spec = spec.embedding
+        self.params = params
+        self.compute = numerics.compute
         self.adapters = adapters
         self.norm = make_norm(spec.embedding.norm, params.embed_norm)
 
@@ -416,7 +428,8 @@ class TokenEmbedding:
 
         `embedded`: replaces looked-up and scaled rows.
         """
-        spec, params = self.spec, self.params
+        spec = self.spec
+        params = self.params
         known = token_ids if embedded is None else embedded.mask_ids(token_ids)
         x = look_up(known, params.embed)
         if self.adapters is not None:
@@ -449,14 +462,17 @@ class DecoderLayer:
         native: Operators | None = None,
         active: ActiveAdapters | None = None,
     ) -> None:
-        self.mixers, self.block = tuple(mixers), block
+        self.mixers = tuple(mixers)
+        self.block = block
         self.ffn = None
         if spec.ffn is not None and params.ffn is not None:
             self.ffn = make_ffn(spec.ffn, params.ffn, batch_invariant=batch_invariant, native=native, active=active)
-        self.norm_after_add, self.scale = spec.norm_after_add, spec.residual_scale
+        self.norm_after_add = spec.norm_after_add
+        self.scale = spec.residual_scale
         self.add: Callable[[Tensor, Tensor], Tensor] = torch.add if native is None else native.add
         self.norm_residual = spec.norm_residual
-        self.parallel, self.shares_norm = spec.parallel, spec.norms.before_ffn is None
+        self.parallel = spec.parallel
+        self.shares_norm = spec.norms.before_ffn is None
         self.side = None
         if spec.side_moe is not None and params.side_moe is not None:
             self.side = make_side_moe(spec.side_moe, params.side_moe, params.extras, batch_invariant)
@@ -511,7 +527,8 @@ class DecoderLayer:
 
 def make_shortcut(spec: Shortcut, params: MoeParams, extras: dict[str, Tensor], batch_invariant: bool) -> FfnStep:
     """Return the mixture around a layer as a function of the layer's input [T, D]."""
-    mixture, weight = _moe(spec.moe, params, batch_invariant), extras["shortcut.norm"]
+    mixture = _moe(spec.moe, params, batch_invariant)
+    weight = extras["shortcut.norm"]
     return lambda x: mixture(norm(x, spec.norm, weight))
 
 
@@ -539,7 +556,8 @@ def make_norm(spec: Norm | None, params: NormParams | None, native: Operators | 
 
 def _rms(weight: Tensor, eps: float) -> NormStep:
     """RMSNorm in float32 with half as many operations as torch's."""
-    epsilon, per_element = torch.tensor(eps), 1.0 / weight.shape[0]
+    epsilon = torch.tensor(eps)
+    per_element = 1.0 / weight.shape[0]
 
     def rms(x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)

@@ -138,7 +138,8 @@ class LanguageDecoder:
     """A language model that reads tokens alone."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self.decoder, self.num_bytes = decoder, decoder.params.num_bytes
+        self.decoder = decoder
+        self.num_bytes = decoder.params.num_bytes
 
     def records(self, num_tokens: int) -> bool:
         return self.decoder.records(num_tokens)
@@ -167,7 +168,8 @@ class FeatureDecoder:
     ) -> None:
         """`beside`: the parameters outside of the layers. `target`: whose embedding and head are shared."""
         model = spec.model
-        self.spec, self.numerics = spec, numerics
+        self.spec = spec
+        self.numerics = numerics
         self.embed = TokenEmbedding(model, params, numerics)
         native = operators(numerics)
         make = partial(make_mixer, batch_invariant=numerics.batch_invariant, native=native)
@@ -192,7 +194,8 @@ class FeatureDecoder:
             attention = spec.inputs.attention
             self.attend = make(attention, parts.attention("attention", attention), (0,))
         assert params.head is not None, "the target generates"
-        self.head, self.embed_out = params.head, params.embed_out
+        self.head = params.head
+        self.embed_out = params.embed_out
         self.num_bytes = held_bytes((params.layers, beside))
 
     def records(self, num_tokens: int) -> bool:
@@ -208,7 +211,8 @@ class FeatureDecoder:
         return self._run(step, step.features)
 
     def _run(self, step: DraftInput, features: Tensor) -> Guessed:
-        batch, caches = step.batch, step.caches
+        batch = step.batch
+        caches = step.caches
         rotations = self.rotary.at(batch.positions)
         x = self._input(step, features, rotations)
         for layer in self.layers:
@@ -224,7 +228,8 @@ class FeatureDecoder:
 
     def _input(self, step: DraftInput, features: Tensor, rotations: object) -> Tensor:
         """Return what the first layer reads, [T, D]."""
-        inputs, positions = self.spec.inputs, step.batch.positions
+        inputs = self.spec.inputs
+        positions = step.batch.positions
         embeds = self.embed(step.token_ids, positions + 1)
         if isinstance(inputs, JoinedInputs):
             if inputs.blank_first:
@@ -274,7 +279,8 @@ class StagesDecoder:
     """A stage per guess over a state and the token before."""
 
     def __init__(self, spec: StagesDrafter, named: dict[str, Tensor], numerics: Numerics) -> None:
-        self.spec, self.num_bytes = spec, held_bytes(named)
+        self.spec = spec
+        self.num_bytes = held_bytes(named)
         parts = LayerParts({**named}, numerics)
         sources = range(1 if spec.tied else spec.stages)
         norms = [parts.norm(f"stages.{stage}.norm") for stage in sources]

@@ -94,7 +94,8 @@ def _quantized_linear(weight: Weight, bias: Tensor | None, numerics: Numerics, p
 def _dense_linear(weight: Tensor, bias: Tensor | None, numerics: Numerics) -> Linear:
     """Return the layer of weight [out, in] and bias [out], both in the weights' dtype."""
     if numerics.batch_invariant:
-        wide, wide_bias = weight.to(numerics.compute), None if bias is None else bias.to(numerics.compute)
+        wide = weight.to(numerics.compute)
+        wide_bias = None if bias is None else bias.to(numerics.compute)
         packed = torch.backends.mkldnn.is_available()
         return InvariantLinear(PackedLinear(wide, wide_bias) if packed else PlainLinear(wide, wide_bias))
     if not torch.backends.mkldnn.is_available():
@@ -145,7 +146,8 @@ class JoinedLinear:
     """Several layers of one input, with their outputs side by side."""
 
     def __init__(self, layers: Sequence[Linear], bias: Tensor | None) -> None:
-        self.layers, self.bias = tuple(layers), bias
+        self.layers = tuple(layers)
+        self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         y = torch.cat([layer(x) for layer in self.layers], -1)
@@ -156,7 +158,8 @@ class PlainLinear:
     """torch's linear: the definition."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -193,7 +196,8 @@ class WidenedLinear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, numerics: Numerics) -> None:
-        wide, wide_bias = weight.to(numerics.compute), None if bias is None else bias.to(numerics.compute)
+        wide = weight.to(numerics.compute)
+        wide_bias = None if bias is None else bias.to(numerics.compute)
         self.many = PackedLinear(wide, wide_bias)
         self.few = HalfLinear(weight, bias) if _fits_float16(weight) else None
 

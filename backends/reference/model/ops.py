@@ -131,7 +131,8 @@ def clipped(hidden: Tensor, up: Tensor, clip: float) -> Tensor:
 
 def clamped_glu(gate: Tensor, up: Tensor, spec: ClampedGlu) -> Tensor:
     """Return the activation of gate and up [T, F]."""
-    gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    gate = gate.clamp(max=spec.limit)
+    up = up.clamp(-spec.limit, spec.limit)
     return gate * sigmoid(spec.alpha * gate) * (up + 1)
 
 
@@ -167,8 +168,11 @@ def alibi(spec: Attention, queries: int, keys: int, like: Tensor) -> Tensor:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, dim: int) -> Tensor:
     """Rotate the first `dim` channels of x [T, n, H]; channel i pairs with i + dim/2. cos, sin: [T, dim/2]."""
     half = dim // 2
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second, rest = x[..., :half], x[..., half:dim], x[..., dim:]
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
+    first = x[..., :half]
+    second = x[..., half:dim]
+    rest = x[..., dim:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
@@ -244,7 +248,9 @@ def _of_best_groups(choice: Tensor, groups: ExpertGroups) -> Tensor:
 
 
 def _sparse_mixer(logits: Tensor, spec: SparseMixer) -> tuple[Tensor, Tensor]:
-    rest, weights, experts = logits, [], []
+    rest = logits
+    weights = []
+    experts = []
     for _ in range(spec.top_k):
         largest, expert = rest.max(-1, keepdim=True)
         near = largest - logits <= 2 * spec.jitter * logits.abs().maximum(largest)

@@ -26,7 +26,8 @@ class ReferencePooler:
     def __init__(self, spec: models.Pooler, params: Mapping[str, Tensor]) -> None:
         self.spec = spec
         self.dense = tuple(_dense(dense, f"pooler.dense.{index}", params) for index, dense in enumerate(spec.dense))
-        self.weight, self.bias = params.get("pooler.classifier"), params.get("pooler.classifier_bias")
+        self.weight = params.get("pooler.classifier")
+        self.bias = params.get("pooler.classifier_bias")
         self.heads = {
             head.task: (params[f"pooler.{head.task}"], params[f"pooler.{head.task}_bias"]) for head in spec.token_heads
         }
@@ -74,7 +75,8 @@ class ReferencePooler:
 
 
 def _dense(spec: models.Dense, name: str, params: Mapping[str, Tensor]) -> Step:
-    weight, bias = params[name], params.get(f"{name}_bias")
+    weight = params[name]
+    bias = params.get(f"{name}_bias")
     act = activation(spec.activation) if spec.activation is not None else None
 
     def dense(x: Tensor) -> Tensor:

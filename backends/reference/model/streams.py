@@ -35,7 +35,8 @@ class Streams:
     """Runs the layers of a model."""
 
     def __init__(self, spec: ModelSpec, params: ModelParams) -> None:
-        self.spec, self.params = spec, params
+        self.spec = spec
+        self.params = params
         self.blended = spec.blended
 
     def run(self, token_ids: Tensor, x: Tensor, layer: LayerStep) -> Tensor:
@@ -43,7 +44,8 @@ class Streams:
         inputs = None if self.spec.per_layer is None else self._per_layer_inputs(self.spec.per_layer, token_ids, x)
         if self.spec.alt_up is not None:
             return self._alternate(self.spec.alt_up, x, inputs, layer)
-        kept, first = dict[int, Tensor](), x
+        kept = dict[int, Tensor]()
+        first = x
         for index, params in enumerate(self.params.layers):
             if index in self.blended:
                 kept[index] = x
@@ -58,7 +60,8 @@ class Streams:
 
     def _per_layer_inputs(self, spec: PerLayerEmbedding, token_ids: Tensor, x: Tensor) -> Tensor:
         """Return the part of each layer, [T, L, P]."""
-        extras, shape = self.params.extras, (len(token_ids), -1, spec.width)
+        extras = self.params.extras
+        shape = (len(token_ids), -1, spec.width)
         known = token_ids.where(token_ids < spec.vocab, 0)
         assert self.params.layer_table is not None, "the model has one"
         tokens = look_up(known, self.params.layer_table).to(x.dtype).view(shape) * spec.width**0.5
@@ -76,7 +79,8 @@ class Streams:
         others = torch.einsum("td,sed->ste", x, self.params.extras["alt_up.in"])
         streams = torch.cat((x[None], _rescaled(others, x)))  # [A, T, D]
         for index, params in enumerate(self.params.layers):
-            extras, active = params.extras, spec.active
+            extras = params.extras
+            active = spec.active
             mixing = F.linear(_modes(spec, extras, streams[active]), extras["alt_up.prediction"])
             mixing = mixing.view(-1, spec.streams, spec.streams)
             predicted = streams + torch.einsum("tsi,itd->std", mixing, streams)

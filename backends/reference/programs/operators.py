@@ -75,7 +75,8 @@ class RowSearch:
     """Finds the tokens that may decide a draw. All arguments are of the rows [n] of logits float32 [R, V]."""
 
     def __init__(self, vocab: int) -> None:
-        self._vocab, self._searched = vocab, vocab // LANES * LANES
+        self._vocab = vocab
+        self._searched = vocab // LANES * LANES
         self._candidates, self._best = draws.candidates_kernel(self._searched), draws.best_kernel(self._searched)
 
     def candidates(self, logits: Tensor, rows: Tensor, temperature: Tensor, keys: Tensor) -> FoundTokens:
@@ -89,8 +90,10 @@ class RowSearch:
     def _run(
         self, kernel: Kernel, most: int, logits: Tensor, rows: Tensor, temperature: Tensor, last: Tensor
     ) -> FoundTokens:
-        count, factor = len(rows), temperature.reciprocal()
-        tokens, counts = torch.empty(count, draws.room(most), dtype=torch.int32), torch.empty(count, dtype=torch.int64)
+        count = len(rows)
+        factor = temperature.reciprocal()
+        tokens = torch.empty(count, draws.room(most), dtype=torch.int32)
+        counts = torch.empty(count, dtype=torch.int64)
         floors, totals = torch.empty(2, count)
         written = tokens, counts, floors, *((totals,) if kernel is self._best else ())
         pointers = [array.data_ptr() for array in (rows, factor, *written, last)]
@@ -154,13 +157,15 @@ class Operators:
         self, shape: HeadShape, eps: float, of_queries: Tensor, of_keys: Tensor, *, unit_offset: bool
     ) -> Callable[[Tensor], Tensor] | None:
         """Return RMSNorm of each head of queries and keys [T, N + K, H]; weights [H]."""
-        width, total = shape.head_dim, shape.heads + shape.kv_heads
+        width = shape.head_dim
+        total = shape.heads + shape.kv_heads
         if width % LANES or any(
             weight.shape != (width,) or weight.dtype != self.dtype for weight in (of_queries, of_keys)
         ):
             return None
         kernel = rows.head_norm_kernel(shape.heads, shape.kv_heads, width, eps, self.bfloat16, unit_offset)
-        of_queries, of_keys = of_queries.contiguous(), of_keys.contiguous()
+        of_queries = of_queries.contiguous()
+        of_keys = of_keys.contiguous()
 
         def norm(heads: Tensor) -> Tensor:
             count = heads.shape[0]
@@ -196,7 +201,8 @@ class Operators:
         """Return the sum of x and y [T, D]."""
         if x.shape != y.shape or not (x.is_contiguous() and y.is_contiguous()) or x.shape[1] % LANES:
             return x + y
-        out, (count, width) = allocate(*x.shape, dtype=x.dtype), x.shape
+        out = allocate(*x.shape, dtype=x.dtype)
+        count, width = x.shape
         arguments = count, x.data_ptr(), y.data_ptr(), out.data_ptr()
         rows.sum_kernel(width, self.bfloat16)(arguments, rows.tasks_of(count), _threads(count * width))
         return out
@@ -232,7 +238,8 @@ class CacheWriter:
     """RoPE of queries in place, of keys into the cache; values into the cache."""
 
     def __init__(self, kernel: Kernel, shape: HeadShape) -> None:
-        self._kernel, self._shape = kernel, shape
+        self._kernel = kernel
+        self._shape = shape
 
     def __call__(
         self,
@@ -244,7 +251,8 @@ class CacheWriter:
         cache: tuple[Tensor, ...],
     ) -> None:
         """Heads [T, N + K, H], values [T, K, V]; tables: cos and sin [positions, rotary]; the cache's K and V."""
-        count, (keys, cached_values) = heads.shape[0], cache
+        count = heads.shape[0]
+        keys, cached_values = cache
         cos, sin = (0, 0) if tables is None else (table.data_ptr() for table in tables)
         arguments = (
             count,
@@ -296,7 +304,8 @@ class PagedAttend:
 
         `prefixes`: `ViewBatch.prefixes`.
         """
-        shape, (keys, values) = self._shape, cache
+        shape = self._shape
+        keys, values = cache
         width = shape.kv_heads * shape.group * shape.value_dim
         out = allocate(queries.shape[0], width, dtype=queries.dtype)
         positions = np.ascontiguousarray(context, np.int32)

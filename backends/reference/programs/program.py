@@ -46,7 +46,8 @@ class RecordedSteps:
     """The programs of a model over its caches."""
 
     def __init__(self, run: RunLayers, max_len: int) -> None:
-        self._run, self._max_len = run, max_len
+        self._run = run
+        self._max_len = max_len
         self._recordable = True
         self._threads: dict[int, _ThreadSteps] = {}  # by their identifiers
 
@@ -60,7 +61,8 @@ class RecordedSteps:
         one_token_each = batch.num_decodes == count == len(x)
         if not self.records(count) or not one_token_each or batch.states:
             return None
-        thread, memory = threading.get_ident(), _memory(caches)
+        thread = threading.get_ident()
+        memory = _memory(caches)
         steps = self._threads.get(thread)
         if steps is None or steps.caches != memory:
             steps = self._threads[thread] = _ThreadSteps(memory, _Inputs(x, batch, self._max_len))
@@ -105,7 +107,8 @@ class _Inputs:
 
     def of(self, batch: StepBatch) -> tuple[Tensor, StepBatch]:
         """Return embeddings and batch of a step that was copied, in these arrays."""
-        count, context = len(batch.sequences), self._context[: len(batch.sequences)]
+        count = len(batch.sequences)
+        context = self._context[: len(batch.sequences)]
         views = {
             number: replace(
                 view,
@@ -169,7 +172,8 @@ class _ThreadSteps:
             logger.debug("steps are not recorded: torch computes %s", ", ".join(sorted(foreign.operations)))
             return False, hidden
         logger.debug("recorded the %d kernels of a step of %d sequences", len(recording.calls), len(x))
-        step, steps = _Step(Program(recording.calls), own.views, hidden), self.programs.setdefault(len(x), [])
+        step = _Step(Program(recording.calls), own.views, hidden)
+        steps = self.programs.setdefault(len(x), [])
         steps[_MOST_FORMS - 1 :] = []
         steps.insert(0, step)
         return True, hidden.clone()

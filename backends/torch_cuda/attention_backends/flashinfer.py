@@ -46,7 +46,8 @@ class FlashInfer:
     """
 
     def __init__(self, make_wrapper: Callable[[], Any], decode: FlashInferDecode | None = None) -> None:
-        self.make_wrapper, self.decode = make_wrapper, decode
+        self.make_wrapper = make_wrapper
+        self.decode = decode
         self._plans: dict[tuple[int, Attention], FlashInferPlan] = {}
 
     def __call__(
@@ -70,7 +71,9 @@ class FlashInferPlan:
     """FlashInfer's plan of a step, made once per step and shared by layers."""
 
     def __init__(self, make_wrapper: Callable[[], Any], scale: float, softcap: float | None) -> None:
-        self.make_wrapper, self.scale, self.softcap = make_wrapper, scale, softcap
+        self.make_wrapper = make_wrapper
+        self.scale = scale
+        self.softcap = softcap
         self.wrapper: Any = None
         self.tokens = 0
         self._step: CudaStepBatch | None = None
@@ -111,7 +114,9 @@ class FlashInferDecode:
 
     def __init__(self, make_wrapper: Callable[..., Any], workspace: Tensor, make_event: Callable[[], Any]) -> None:
         """`make_wrapper`: BatchDecodeWithPagedKVCacheWrapper; `workspace`: bytes; `make_event`: torch.cuda.Event."""
-        self.make_wrapper, self.workspace, self.make_event = make_wrapper, workspace, make_event
+        self.make_wrapper = make_wrapper
+        self.workspace = workspace
+        self.make_event = make_event
         self._step: DecodeStep | None = None
         self._plans: dict[int, dict[DecodeKey, FlashInferDecodePlan]] = {}
         self._shared: dict[DecodeKey, tuple[Tensor, Tensor]] = {}
@@ -127,7 +132,8 @@ class FlashInferDecode:
         step = self._step
         assert step is not None, "the step has been planned"
         assert (len(queries), batch.query_len) == (step.size, 1), "it is this step"
-        plans, key = self._plans.setdefault(_size(step), {}), (cache.group, spec)
+        plans = self._plans.setdefault(_size(step), {})
+        key = (cache.group, spec)
         if key not in plans:
             tables = batch.groups[cache.group].tables
             wrapper = self._fixed(step.size, tables.shape[1], key) if step.fixed else self._any_size()
@@ -177,7 +183,9 @@ class FlashInferDecodePlan:
 
     def __init__(self, wrapper: Any, planned: Any, cache: CudaLayerCache, spec: Attention, queries: Tensor) -> None:
         """`planned`: an event."""
-        self.wrapper, self._planned, self._group = wrapper, planned, cache.group
+        self.wrapper = wrapper
+        self._planned = planned
+        self._group = cache.group
         kv_heads, self._page, head_dim = cache.keys.shape[1:]
         self._shape = queries.shape[1], kv_heads, head_dim, self._page
         self._rules = {

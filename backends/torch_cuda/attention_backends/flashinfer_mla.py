@@ -36,13 +36,15 @@ class FlashInferMla:
     """Implements LatentDecode. `decode`: flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla; `workspace`: bytes."""
 
     def __init__(self, decode: Callable[..., Tensor], workspace: Tensor) -> None:
-        self.decode, self.workspace = decode, workspace
+        self.decode = decode
+        self.workspace = workspace
 
     def __call__(
         self, absorbed: Tensor, q: Tensor, batch: CudaStepBatch, cache: CudaArrayCache, spec: LatentAttention
     ) -> Tensor:
         """See LatentDecode."""
-        part, page = LatentDecodePart.of(absorbed, q, batch, cache), cache.array.shape[1]
+        part = LatentDecodePart.of(absorbed, q, batch, cache)
+        page = cache.array.shape[1]
         missing = -part.tables.shape[1] % (TABLE_TOKENS // page)
         tables = F.pad(part.tables, (0, missing)) if missing else part.tables.contiguous()
         attended = self.decode(

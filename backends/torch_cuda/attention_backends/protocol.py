@@ -136,7 +136,8 @@ class PrefillPart:
     @classmethod
     def of(cls, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache) -> PrefillPart:
         """Select them, without synchronizing with the host."""
-        first, begin = batch.num_decodes, batch.num_decodes * batch.query_len
+        first = batch.num_decodes
+        begin = batch.num_decodes * batch.query_len
         return cls(
             queries[begin:],
             batch.query_start[first:] - begin,
@@ -173,7 +174,8 @@ class LatentDecodePart:
     @classmethod
     def of(cls, absorbed: Tensor, q: Tensor, batch: CudaStepBatch, cache: CudaArrayCache) -> LatentDecodePart:
         """Select them, without synchronizing with the host."""
-        seqs, rotary = batch.num_decodes, cache.array.shape[2] - absorbed.shape[2]
+        seqs = batch.num_decodes
+        rotary = cache.array.shape[2] - absorbed.shape[2]
         return cls(
             torch.cat((absorbed, q[..., -rotary:]), -1).unflatten(0, (seqs, batch.query_len)),
             batch.kv_lens[:seqs].clamp_min(1),

@@ -42,15 +42,20 @@ class DraftPasses:
         max_len: int,
     ) -> None:
         """`captured`: layers of the target whose inputs the drafter reads; (): what its head reads."""
-        self.decoder, self.caches, self.sampler, self.captured = decoder, caches, sampler, captured
-        self._block_size, self._max_len = block_size, max_len
+        self.decoder = decoder
+        self.caches = caches
+        self.sampler = sampler
+        self.captured = captured
+        self._block_size = block_size
+        self._max_len = max_len
         assert sampler.newest.guesses is not None, "the sampler keeps guesses"
         self._kept = sampler.newest.guesses
         self.guesses = torch.zeros_like(self._kept)  # int32 [S, K] of the newest step, by sequence
 
     def first(self, step: DraftStep) -> Tensor | None:
         """Run on all tokens of a step. Return the drafter's features [T, D]; None if it has none."""
-        batch, decoder = step.batch, self.decoder
+        batch = step.batch
+        decoder = self.decoder
         if decoder.reads_next:
             after = self.sampler.history[step.token_rows.long(), (batch.positions + 1).long()]
             batch = replace(batch, token_ids=after)
@@ -62,14 +67,16 @@ class DraftPasses:
         `tokens`, `rows` [R]: of the step's rows of logits, `width` per sequence: the sampled token, -1 after a
         rejected draft, and the batch row.
         """
-        own, count = self.first(step), len(step.guess_counts)
+        own = self.first(step)
+        count = len(step.guess_counts)
         accepted = ((tokens.view(-1, width)[:count] >= 0).sum(1, keepdim=True) - 1).clamp_(min=0)
         last = step.logits_indices.view(-1, width)[:count].gather(1, accepted)[:, 0].long()
         rows = rows.view(-1, width)[:count, 0].long()
         position = step.batch.positions[last]
         newest = self.sampler.newest.last[rows]
         features = newest[:, None] if own is None else own[last]
-        guessed, read = newest, None
+        guessed = newest
+        read = None
         every = torch.arange(count, device=rows.device, dtype=torch.int32)
         for number in range(self._kept.shape[1]):
             active = step.guess_counts > number

@@ -84,13 +84,15 @@ class MixedBuffers:
     """Static inputs of captured prefill and mixed steps. Their block tables are those of decode steps."""
 
     def __init__(self, shapes: MixedShapes, decode: DecodeBuffers, device: torch.device) -> None:
-        self.shapes, self._decode = shapes, decode
+        self.shapes = shapes
+        self._decode = decode
         size = max(self.shape(size, decode.width).prefix_size for size in shapes.sizes)
         self._prefix = torch.zeros(size, dtype=torch.int32, device=device)
 
     def shape(self, size: int, width: int) -> CudaStepShape:
         """Return the shape of a step with `width` blocks per table."""
-        decode, seqs = self._decode, self.shapes.seqs(size)
+        decode = self._decode
+        seqs = self.shapes.seqs(size)
         pieces = next((decode.pieces[padded] for padded in sorted(decode.pieces) if padded >= seqs), 0)
         return self.shapes.shape(size, decode.groups, width, adapters=decode.adapters, pieces=pieces)
 

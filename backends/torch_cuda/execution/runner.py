@@ -111,7 +111,10 @@ class StepPrograms:
     def __init__(
         self, parts: StepParts, graph_sizes: GraphSizes, splits: Mapping[int, int], stream: DeviceStream
     ) -> None:
-        self.parts, self.graph_sizes, self.splits, self._stream = parts, graph_sizes, splits, stream
+        self.parts = parts
+        self.graph_sizes = graph_sizes
+        self.splits = splits
+        self._stream = stream
         self._pool = stream.graph_pool()
         most = 1 + parts.sampler.max_drafts
         self._widths = (1,) if most == 1 else (1, most)
@@ -140,7 +143,9 @@ class StepPrograms:
 
     def capture(self, sizes: tuple[int, ...] | None = None) -> None:
         """Capture these sizes (default: all configured), largest first: the others reuse its memory."""
-        begin, before, free = time.perf_counter(), self._stream.captures, self._stream.free_bytes()
+        begin = time.perf_counter()
+        before = self._stream.captures
+        free = self._stream.free_bytes()
         sizes_to_capture = sorted(self.graph_sizes.captured if sizes is None else sizes, reverse=True)
         if sizes is None:
             self.capture_mixed()
@@ -154,7 +159,8 @@ class StepPrograms:
                             programs[size, width, adapted] = self._stream.capture(run, self._pool)
                 self._sample[size, width] = self._stream.capture(self._sample[size, width], self._pool)
         if captured := self._stream.captures - before:
-            seconds, taken = time.perf_counter() - begin, free - self._stream.free_bytes()
+            seconds = time.perf_counter() - begin
+            taken = free - self._stream.free_bytes()
             logger.info("%d graphs captured in %.1f s, %.2f GiB", captured, seconds, taken / (1 << 30))
 
     def capture_mixed(self) -> None:
@@ -184,7 +190,8 @@ class StepPrograms:
 
     def hidden(self, batch: CudaStepBatch) -> tuple[Tensor, Tensor]:
         """Return the hidden states [T, D] of any step, and what a drafter reads of them [T, W]."""
-        decoder, drafts = self.parts.decoder, self.parts.drafts
+        decoder = self.parts.decoder
+        drafts = self.parts.drafts
         if drafts is not None and drafts.captured:
             assert isinstance(decoder, CudaDecoder), "layers are captured of a decoder"
             return decoder.hidden_and_captured(batch, self.parts.caches, drafts.captured)
@@ -207,14 +214,17 @@ class StepPrograms:
         return self.parts.buffers.tokens[: size * width]
 
     def _make_forward(self, size: int, width: int, adapted: bool) -> Run:
-        parts, buffers, splits = self.parts, self.parts.buffers, self.splits[size]
+        parts = self.parts
+        buffers = self.parts.buffers
+        splits = self.splits[size]
 
         def run() -> None:
             batch = buffers.batch(size, parts.sampler.newest, splits, width, adapted=adapted)
             slots = batch.adapter_slots
             hidden, features = self.hidden(batch)
             if parts.drafts is not None:
-                rows, counts = buffers.token_rows(size, width), buffers.guess_counts(size, width)
+                rows = buffers.token_rows(size, width)
+                counts = buffers.guess_counts(size, width)
                 indices = buffers.logits_indices(size, width)
                 self._left[size, width, adapted] = DraftStep(batch, features, rows, indices, counts)
             if width > 1:
@@ -234,8 +244,11 @@ class StepPrograms:
         return run
 
     def _make_draft(self, size: int, width: int, adapted: bool) -> Run:
-        parts, rows, splits = self.parts, size * width, self.splits[size]
-        tokens, packed = parts.buffers.tokens[:rows], parts.buffers.sampling(rows)
+        parts = self.parts
+        rows = size * width
+        splits = self.splits[size]
+        tokens = parts.buffers.tokens[:rows]
+        packed = parts.buffers.sampling(rows)
 
         def run() -> None:
             assert parts.drafts is not None
@@ -244,8 +257,12 @@ class StepPrograms:
         return run
 
     def _make_sample(self, size: int, width: int) -> Run:
-        buffers, sampler, rows = self.parts.buffers, self.parts.sampler, size * width
-        logits, tokens, packed = buffers.logits[:rows], buffers.tokens[:rows], buffers.sampling(rows)
+        buffers = self.parts.buffers
+        sampler = self.parts.sampler
+        rows = size * width
+        logits = buffers.logits[:rows]
+        tokens = buffers.tokens[:rows]
+        packed = buffers.sampling(rows)
 
         def run() -> None:
             tokens.copy_(sampler.sample(logits, packed, width))
@@ -281,11 +298,15 @@ class Runner:
         self, programs: StepPrograms, stream: DeviceStream, layout: KvLayout, tile: int, round_tokens: int = 0
     ) -> None:
         """`tile`: query tokens per tile of prefill attention; `round_tokens`: of latent prefill, if there is any."""
-        self.programs, self.stream = programs, stream
-        self._layout, self._block_size = layout, layout.block_size
-        self._tile, self._round_tokens = tile, round_tokens
+        self.programs = programs
+        self.stream = stream
+        self._layout = layout
+        self._block_size = layout.block_size
+        self._tile = tile
+        self._round_tokens = round_tokens
         self._has_states = any(isinstance(group.spec, StateCache) for group in layout.groups)
-        self._staging, self._planner = Staging(stream), WorkPlanner()
+        self._staging = Staging(stream)
+        self._planner = WorkPlanner()
 
     def run(self, plan: StepPlan, *, eager: bool = False) -> PendingStep:
         """Queue a step; its sampling follows in `bind_masks` if the plan has `masked`. Call in `stream.running`.
@@ -314,14 +335,16 @@ class Runner:
         self, step: QueuedStep, left: DraftStep | None, masks: TokenMasks | None = None
     ) -> PendingTokens:
         """Queue the sampling, then the drafter, if there is one. `left`: of a step that runs eagerly."""
-        sampled, parts = self._sample(step, masks), self.programs.parts
+        sampled = self._sample(step, masks)
+        parts = self.programs.parts
         if parts.drafts is None:
             return sampled
         if left is None:
             guesses = self.programs.draft(step.num_decodes, step.width, adapted=step.adapted)
         else:
             rows = step.rows
-            tokens, packed = parts.buffers.tokens[:rows], parts.buffers.sampling(rows)
+            tokens = parts.buffers.tokens[:rows]
+            packed = parts.buffers.sampling(rows)
             splits = self.programs.splits[self.programs.graph_sizes.bucket_for(step.plan.num_seqs)]
             guesses = parts.drafts.run(left, tokens, packed[0], step.width, splits)
         if step.plan.num_guesses is None:
@@ -330,10 +353,13 @@ class Runner:
 
     def _sample(self, step: QueuedStep, masks: TokenMasks | None = None) -> PendingTokens:
         """Queue logit edits, sampling and logprobs of the logits in the buffers, which no later step has changed."""
-        parts, rows, drafts = self.programs.parts, step.rows, step.plan.num_drafts
+        parts = self.programs.parts
+        rows = step.rows
+        drafts = step.plan.num_drafts
         packed = parts.buffers.sampling(rows)
         raw = parts.sampler.edit(parts.buffers.logits[:rows], step.plan, masks, packed)
-        record, refused = parts.sampler.recorder(step.plan, packed), parts.sampler.refused(step.plan)
+        record = parts.sampler.recorder(step.plan, packed)
+        refused = parts.sampler.refused(step.plan)
         tokens = self.programs.sample(rows // step.width, step.width)
         record(tokens)
         logprobs = parts.sampler.logprobs(raw, tokens, step.plan, self.stream)
@@ -344,10 +370,15 @@ class Runner:
         return PendingTokens(lambda: fetched.array().reshape(-1, step.width)[:, :most], logprobs, refused=refused)
 
     def _padded(self, plan: StepPlan, *, eager: bool = False) -> QueuedStep:
-        groups, table, sampler = len(plan.block_tables), table_width(plan), self.programs.parts.sampler
+        groups = len(plan.block_tables)
+        table = table_width(plan)
+        sampler = self.programs.parts.sampler
         size = self.programs.graph_sizes.bucket_for(plan.num_seqs)
-        lengths, width, drafts = np.diff(plan.query_start), sampler.width(plan), sampler.max_drafts > 0
-        guesses, pieces = sampler.newest.guesses is not None, self.programs.parts.buffers.pieces
+        lengths = np.diff(plan.query_start)
+        width = sampler.width(plan)
+        drafts = sampler.max_drafts > 0
+        guesses = sampler.newest.guesses is not None
+        pieces = self.programs.parts.buffers.pieces
         if plan.num_tokens == plan.num_seqs or (width > 1 and self._has_graph(plan, lengths, width)):
             slots = self.programs.adapters
             shape = decode_shape(
@@ -368,7 +399,8 @@ class Runner:
             assert mixed is not None, "there are graphs"
             return QueuedStep(plan, mixed.shape(graph, table), num_decodes, tiles, width, size, graph=graph)
         tokens = round_up(plan.num_tokens, TOKEN_ALIGN)
-        capacity, kv_lens = self._round_tokens, plan.context + lengths
+        capacity = self._round_tokens
+        kv_lens = plan.context + lengths
         rounds = tuple(plan_rounds(kv_lens, num_decodes, capacity)) if capacity else ()
         blocks = tuple(len(blocks) for blocks, _ in rounds)
         chunks = make_tiles(lengths, num_decodes, CHUNK) if self._has_states else None
@@ -405,7 +437,8 @@ class Runner:
 
     def _send(self, step: QueuedStep) -> Tensor:
         """Pack the step's inputs, int32 [shape.size], and start their copy to the device."""
-        plan, shape = step.plan, step.shape
+        plan = step.plan
+        shape = step.shape
         flat = self._staging.take(shape.size)
         sampler = self.programs.parts.sampler
         pack(flat, shape, plan, self._block_size, empty_row=len(sampler.rows))
@@ -421,7 +454,8 @@ class Runner:
             self._planner.plan(lens, shape.pieces, items, merges)
         if step.tiles is not None:
             tiles = shape.sections["tiles"].of(flat)
-            tiles[: len(step.tiles)], tiles[len(step.tiles) :] = step.tiles, NO_SEQUENCE
+            tiles[: len(step.tiles)] = step.tiles
+            tiles[len(step.tiles) :] = NO_SEQUENCE
             pack_rounds(flat, shape, list(step.rounds))
             if step.chunks is not None:
                 shape.sections["chunks"].of(flat)[:] = step.chunks
@@ -432,8 +466,11 @@ class Runner:
 
         Return hidden states if prompt logprobs need them, and what a drafter reads unless `StepPrograms.draft` does.
         """
-        plan, shape, programs = step.plan, step.shape, self.programs
-        buffers, keeps_hidden = programs.parts.buffers, self._needs_prompt_logprobs(plan)
+        plan = step.plan
+        shape = step.shape
+        programs = self.programs
+        buffers = programs.parts.buffers
+        keeps_hidden = self._needs_prompt_logprobs(plan)
         if step.tiles is None and not keeps_hidden and plan.embeds is None:
             buffers.fill(shape, packed, plan.num_seqs)
             programs.parts.plan_decodes(plan, step.num_decodes, fixed=True)
@@ -454,7 +491,8 @@ class Runner:
             adapted=step.adapted,
         )
         if plan.embeds is not None:  # captured steps read no embeddings
-            dtype, device = programs.parts.decoder.embedding_dtype, batch.token_ids.device
+            dtype = programs.parts.decoder.embedding_dtype
+            device = batch.token_ids.device
             batch = replace(batch, embedded=Embedded.of(plan, dtype, device))
         programs.parts.plan_decodes(plan, step.num_decodes, fixed=False)
         hidden, features = programs.hidden(batch)
@@ -472,7 +510,9 @@ class Runner:
 
     def _run_mixed(self, step: QueuedStep, packed: Tensor, size: int) -> None:
         """Compute a captured prefill or mixed step; its logits into the buffers if it samples."""
-        programs, plan, shape = self.programs, step.plan, step.shape
+        programs = self.programs
+        plan = step.plan
+        shape = step.shape
         assert programs.parts.mixed is not None
         programs.parts.mixed.fill(shape, packed, plan.num_seqs)
         hidden = programs.mixed(size)
@@ -527,7 +567,8 @@ class Staging:
     def take(self, size: int) -> Int32:
         """Return int32 [size] with arbitrary contents. Blocks until its previous copy is done."""
         self._buffers.append(self._buffers.pop(0))
-        buffer, self._size = self._buffers[-1], size
+        buffer = self._buffers[-1]
+        self._size = size
         buffer.transfer.wait_for_copy()
         if size > len(buffer.host):
             self._grow(buffer, size)

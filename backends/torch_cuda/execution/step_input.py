@@ -220,7 +220,8 @@ def pack(flat: Int32, shape: CudaStepShape, plan: StepPlan, block_size: int, emp
         shape.vector(flat, "shift_rows")[:seqs] = shift_rows(plan, empty_row)
     else:
         slots = shape.sections["slots"].of(flat)
-        pages, offsets = positions // block_size, positions % block_size
+        pages = positions // block_size
+        offsets = positions % block_size
         for group, table in enumerate(plan.block_tables):
             slots[group, places] = table[sequence, pages] * block_size + offsets
     shape.vector(flat, "positions")[places] = positions
@@ -320,13 +321,16 @@ def make_batch(
 
     `adapted`: some tokens have adapters.
     """
-    token_ids, token_rows = shape.vector(packed, "token_ids"), shape.vector(packed, "token_rows")
-    positions, kv_lens = shape.vector(packed, "positions"), shape.vector(packed, "kv_lens")
+    token_ids = shape.vector(packed, "token_ids")
+    token_rows = shape.vector(packed, "token_rows")
+    positions = shape.vector(packed, "positions")
+    kv_lens = shape.vector(packed, "kv_lens")
     if shape.drafts:
         sequences = shape.vector(packed, "token_sequences")
         shift = before.rejected.index_select(0, shape.vector(packed, "shift_rows"))
         kv_lens = kv_lens - shift
-        padding, positions = positions < 0, (positions - shift.index_select(0, sequences)).clamp_(min=0)
+        padding = positions < 0
+        positions = (positions - shift.index_select(0, sequences)).clamp_(min=0)
         slots = make_slots(tables, sequences, positions, block_size).masked_fill_(padding, 0)
     else:
         slots = shape.sections["slots"].of(packed)
@@ -399,9 +403,13 @@ class DecodeBuffers:
         guesses: bool = False,
         pieces: Mapping[int, int] | None = None,
     ) -> None:
-        self.groups, self.width = groups, round_up(width, TABLE_ALIGN)
+        self.groups = groups
+        self.width = round_up(width, TABLE_ALIGN)
         self.pieces = pieces or {}
-        self.block_size, self.drafts, self.guesses, self.adapters = block_size, max_drafts > 0, guesses, adapters
+        self.block_size = block_size
+        self.drafts = max_drafts > 0
+        self.guesses = guesses
+        self.adapters = adapters
         rows = seqs * (1 + max_drafts)  # of logits
         size = self._shape(seqs, 1 + max_drafts).prefix_size
         self._prefix = torch.zeros(size, dtype=torch.int32, device=device)

@@ -101,9 +101,11 @@ class GpuStream:
     """Implements DeviceStream with CUDA streams, events and graphs."""
 
     def __init__(self, device: Device) -> None:
-        self.device, self.captures = device, 0
+        self.device = device
+        self.captures = 0
         self._pins = not on_wsl()  # copies from and to other memory block
-        self._steps, self._copies = torch.cuda.Stream(device.torch), torch.cuda.Stream(device.torch)
+        self._steps = torch.cuda.Stream(device.torch)
+        self._copies = torch.cuda.Stream(device.torch)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -153,8 +155,10 @@ class _EventOrderedCopy:
     """Implements HostToDevice on two streams."""
 
     def __init__(self, steps: torch.cuda.Stream, copies: torch.cuda.Stream) -> None:
-        self._steps, self._copies = steps, copies
-        self._copied, self._read = torch.cuda.Event(), torch.cuda.Event()
+        self._steps = steps
+        self._copies = copies
+        self._copied = torch.cuda.Event()
+        self._read = torch.cuda.Event()
 
     def wait_for_copy(self) -> None:
         self._copied.synchronize()  # returns at once before the first copy
@@ -197,7 +201,8 @@ class CpuStream:
     """Implements DeviceStream: every call blocks until its work is done."""
 
     def __init__(self, device: Device) -> None:
-        self.device, self.captures = device, 0
+        self.device = device
+        self.captures = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -50,7 +50,9 @@ class WarmupPlans:
 
     def __init__(self, limits: Limits, layout: KvLayout, *, adapters: bool = False) -> None:
         """`adapters`: sequences may have LoRA adapters."""
-        self._limits, self._layout, self._adapters = limits, layout, adapters
+        self._limits = limits
+        self._layout = layout
+        self._adapters = adapters
 
     def plan(
         self, lengths: Sequence[int], context: int = 0, rules: SamplingRules = RULES[0], *, drafts: bool = False
@@ -96,7 +98,8 @@ class WarmupPlans:
         return self.plan([1] * decodes + each.tolist(), 0, rules)
 
     def _largest(self) -> Iterator[StepPlan]:
-        seqs, tokens = self._limits.max_num_seqs, self._max_step_tokens
+        seqs = self._limits.max_num_seqs
+        tokens = self._max_step_tokens
         min_seqs = -(-tokens // self._limits.max_model_len)
         yield self.prefill(tokens, min_seqs, rules=MOST_MEMORY)
         yield self.prefill(tokens, seqs, rules=MOST_MEMORY)
@@ -131,7 +134,8 @@ class WarmupPlans:
         yield from self.drafts(1)
 
     def _all(self, sizes: Sequence[int]) -> Iterator[StepPlan]:
-        limits, max_tokens = self._limits, self._max_step_tokens
+        limits = self._limits
+        max_tokens = self._max_step_tokens
         for size in sizes:
             yield self.decode(size)
             yield from self.drafts(size)
@@ -180,7 +184,8 @@ class CompileCounter:
             return
         import triton
 
-        self._watching, self._previous_hook = True, triton.knobs.runtime.jit_post_compile_hook
+        self._watching = True
+        self._previous_hook = triton.knobs.runtime.jit_post_compile_hook
         triton.knobs.runtime.jit_post_compile_hook = self._compiled
 
     def unwatch(self) -> None:
@@ -190,7 +195,8 @@ class CompileCounter:
         import triton
 
         if triton.knobs.runtime.jit_post_compile_hook == self._compiled:
-            triton.knobs.runtime.jit_post_compile_hook, self._watching = self._previous_hook, False
+            triton.knobs.runtime.jit_post_compile_hook = self._previous_hook
+            self._watching = False
 
     def _compiled(self, *, repr: str, **about: Any) -> Any:
         self.count += 1

@@ -144,12 +144,15 @@ class Arena:
             raise
         for (begin, size), saved in zip(self._chunks(), self._saved):
             self._pages.view(begin, size).copy_(saved)
-        self._saved, self.asleep = [], False
+        self._saved = []
+        self.asleep = False
 
     def close(self) -> None:
         """Release memory and addresses; the tensors become invalid. Idempotent."""
         self.sleep(keep=False)
-        self._mapped, self._saved, self._used = [], [], 0
+        self._mapped = []
+        self._saved = []
+        self._used = 0
         self._pages.close()
 
     def _map_up_to(self, end: int) -> None:
@@ -180,7 +183,8 @@ class CudaPages:
     pinned = True
 
     def __init__(self, device: torch.device, size: int, driver: CudaDriver) -> None:
-        self._device, self._driver = device, driver
+        self._device = device
+        self._driver = driver
         self.granularity = driver.granularity()
         self.size = _round_up(size, self.granularity)
         self._base = driver.reserve(self.size)

@@ -75,8 +75,10 @@ class Offload:
 
     def __init__(self, on_host: HostLayers, device: Device, empty: Empty) -> None:
         """`empty`: allocates on the device. Raise ConfigError if the host has no room."""
-        self._layers, self._chosen = on_host.layers, tuple(on_host.layers)
-        on_gpu, pins = device.is_gpu, device.is_gpu and not on_wsl()
+        self._layers = on_host.layers
+        self._chosen = tuple(on_host.layers)
+        on_gpu = device.is_gpu
+        pins = device.is_gpu and not on_wsl()
         try:
             self._host = [
                 torch.empty(on_host.sizes[layer], dtype=torch.uint8, pin_memory=pins) for layer in self._chosen
@@ -139,7 +141,8 @@ class Offload:
         self._copies.copy(number % BUFFERS, host, self._buffers[number % BUFFERS][: len(host)])
 
     def _allocate(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        begin, size = self._used[number], prod(shape) * dtype.itemsize
+        begin = self._used[number]
+        size = prod(shape) * dtype.itemsize
         self._used[number] = begin + _aligned(size)
         return self._host[number][begin : begin + size].view(dtype).view(shape)
 
@@ -172,7 +175,8 @@ class _StreamCopies:
     """Copies on a CUDA stream beside the steps."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
         self._begun = torch.cuda.Event()
         self._copied = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._freed = [torch.cuda.Event() for _ in range(BUFFERS)]

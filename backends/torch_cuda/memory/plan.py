@@ -78,7 +78,8 @@ def plan_blocks(
 
     `block`: bytes of a block of each pool. Raise ConfigError with the missing bytes and the remedies.
     """
-    minimum, maximum = min_blocks(layout), MAX_SLOTS // layout.block_size
+    minimum = min_blocks(layout)
+    maximum = MAX_SLOTS // layout.block_size
     needed = sum(map(mul, minimum, block))
     if config.num_gpu_blocks_override is not None:
         stated = stated_blocks(layout, limits, config.num_gpu_blocks_override)
@@ -161,7 +162,8 @@ def measure(
     free, total = torch.cuda.mem_get_info(gpu)
     reserved = torch.cuda.memory_reserved(gpu) + outside_torch
     usable = int(total * cache.memory_share())
-    buffers, other = reserved - weights - adapters, total - free - reserved
+    buffers = reserved - weights - adapters
+    other = total - free - reserved
     before = MemoryUsage(device.name, total, usable, weights, buffers, 0, 0, other=other, adapters=adapters)
     try:
         activations, kernels, graphs = _measure_steps(make_runner(), gpu, largest)
@@ -176,7 +178,8 @@ def measure(
 def _measure_steps(runner: Runner, gpu: torch.device, largest: Iterable[StepPlan]) -> tuple[int, int, int]:
     """Return the bytes of (peak activations, kernels loaded by CUDA, all graphs). The runner is unusable afterwards."""
     torch.cuda.reset_peak_memory_stats(gpu)
-    before, other = torch.cuda.memory_reserved(gpu), _non_torch_bytes(gpu)
+    before = torch.cuda.memory_reserved(gpu)
+    other = _non_torch_bytes(gpu)
     for plan in largest:
         runner.run(plan).result()
     activations = torch.cuda.max_memory_reserved(gpu) - before
@@ -196,7 +199,8 @@ def _estimate_graphs(runner: Runner, gpu: torch.device) -> int:
     All share a pool, which the largest fills first. The driver allocates in pieces that hold several small graphs, so a
     single small graph would seem to take nothing or far too much.
     """
-    programs, sizes = runner.programs, runner.programs.graph_sizes.captured
+    programs = runner.programs
+    sizes = runner.programs.graph_sizes.captured
     if not sizes:
         return 0
     mixed = _bytes_of(programs.capture_mixed, gpu)
@@ -234,7 +238,8 @@ def _remedies(usage: MemoryUsage, limits: Limits | None, missing: int) -> Iterat
         yield f"--gpu-memory-utilization {share + 0.005:.2f}"
     step_bytes = usage.activations + usage.buffers
     if limits is not None and (left := 1 - missing / max(step_bytes, 1)) > 0.25:
-        tokens, seqs = _rounded(limits.max_num_batched_tokens * left), _rounded(limits.max_num_seqs * left)
+        tokens = _rounded(limits.max_num_batched_tokens * left)
+        seqs = _rounded(limits.max_num_seqs * left)
         yield f"--max-num-batched-tokens {tokens} with --max-num-seqs {min(seqs, tokens)}"
     if missing < usage.graphs:
         yield "--enforce-eager"

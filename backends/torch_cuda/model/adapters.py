@@ -38,7 +38,8 @@ from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, adaptable
 from pagoda.common.weights.rope_order import half_split
 
-_EMBED, _HEAD = "embed", "head"
+_EMBED = "embed"
+_HEAD = "head"
 _MATRIX_AXES: Final = 2
 _ALIGN: Final = 32
 """Elements: alignment of each stack's ranks."""
@@ -74,7 +75,10 @@ class CudaAdapters:
         comm: Comm = SINGLE_RANK,
     ) -> None:
         """`dtype`: of the matrices in the slots. `empty`: allocates memory, all of which `clear` writes."""
-        self._spec, self._options, self._device, self._comm = spec, options, device, comm
+        self._spec = spec
+        self._options = options
+        self._device = device
+        self._comm = comm
         self.matrices = adapted_matrices(spec, layout)
         self._parts: dict[str, dict[str, TensorSlice]] = {}  # stack -> its parameters
         for name in self.matrices:
@@ -104,7 +108,8 @@ class CudaAdapters:
         shared: dict[str, Shared] = {}
         for name, parts in self._parts.items():
             first = next(iter(parts))
-            param, placement = self.matrices[first], parts[first]
+            param = self.matrices[first]
+            placement = parts[first]
             if name == _EMBED or len(param.shape) != _MATRIX_AXES:
                 continue
             # a small vocabulary may lie on the first ranks alone
@@ -117,7 +122,8 @@ class CudaAdapters:
 
     def _own_outputs(self, outputs: int) -> slice:
         """Return the rows of a B whose rows are shared out."""
-        rank, size = self._comm.rank, self._comm.size
+        rank = self._comm.rank
+        size = self._comm.size
         return slice(outputs * rank // size, outputs * (rank + 1) // size)
 
     @staticmethod
@@ -128,7 +134,8 @@ class CudaAdapters:
     def _allocate_experts(self, name: str, layout: RankLayout, dtype: torch.dtype, empty: Empty) -> AdapterStack:
         """Return a stack in which each expert of a slot is a slot: expert e of slot s is s * E + e."""
         experts, outputs, inputs = layout.shapes[name]
-        slots, parts = self._options.slots * experts, self._parts[name]
+        slots = self._options.slots * experts
+        parts = self._parts[name]
         self._experts[name] = experts
         spans = [(each.into[1].start, each.into[1].stop) for each in parts.values()]
         return AdapterStack(
@@ -140,9 +147,11 @@ class CudaAdapters:
 
     def _allocate(self, name: str, layout: RankLayout, dtype: torch.dtype, ranks: Tensor, empty: Empty) -> AdapterStack:
         outputs, inputs = layout.shapes[self._tensor(name, layout)]
-        slots, parts = self._options.slots, self._parts[name]
+        slots = self._options.slots
+        parts = self._parts[name]
         if name == _EMBED:
-            table, back = empty((slots, outputs, self._rank), dtype), empty((slots, inputs, self._rank), dtype)
+            table = empty((slots, outputs, self._rank), dtype)
+            back = empty((slots, inputs, self._rank), dtype)
             return AdapterStack(table, back, ranks, output_sections([(0, inputs)]).to(self._device.torch))
         spans = [(each.into[0].start, each.into[0].stop) for each in parts.values()]
         rank = self._own_rank if self._shared.get(name) == "ranks" else self._rank
@@ -197,7 +206,8 @@ class CudaAdapters:
         matrices = _half_split(self._spec, weights.matrices)
         ranks = np.zeros(len(self._stacks), np.int32)
         for number, (name, parts) in enumerate(self._parts.items()):
-            own, stack = {part: matrices[part] for part in parts if part in matrices}, self._stacks[name]
+            own = {part: matrices[part] for part in parts if part in matrices}
+            stack = self._stacks[name]
             if (experts := self._experts.get(name)) is not None:
                 stack.ranks.view(-1, experts)[slot].fill_(weights.rank if own else 0)
             if not own:
@@ -227,7 +237,9 @@ class CudaAdapters:
             if (matrix := own.get(name)) is None:
                 continue
             rows, columns = placement.cut
-            rank, into, down = len(matrix.a), placement.into[0], matrix.a[:, columns]
+            rank = len(matrix.a)
+            into = placement.into[0]
+            down = matrix.a[:, columns]
             if shared == "ranks":
                 first = self._comm.rank * self._own_rank
                 down = down[first : first + self._own_rank]
@@ -264,7 +276,8 @@ class CudaAdapters:
     def _write_embedding(self, stack: AdapterStack, slot: int, matrix: LowRank, placement: TensorSlice) -> None:
         table = torch.zeros(stack.a.shape[1:], dtype=stack.a.dtype)
         back = torch.zeros(stack.b.shape[1:], dtype=stack.b.dtype)
-        rank, rows = len(matrix.a), np.ascontiguousarray(matrix.b[placement.cut[0]])
+        rank = len(matrix.a)
+        rows = np.ascontiguousarray(matrix.b[placement.cut[0]])
         table[: len(rows), :rank] = torch.from_numpy(rows)
         back[:, :rank] = torch.from_numpy(np.ascontiguousarray(matrix.a.T))
         stack.a[slot].copy_(table)
@@ -293,10 +306,14 @@ class CudaAdapters:
 
     def _add_named(self, name: str, y: Tensor, x: Tensor, rows: AdapterRows) -> Tensor:
         """Add those of a stack to y [T, O] in place; return y."""
-        stack, shared, comm = self._stacks[name], self._shared.get(name), self._comm
+        stack = self._stacks[name]
+        shared = self._shared.get(name)
+        comm = self._comm
         if shared is None:
             return self._add(y, x, stack, rows)
-        x, chip, parts = x.to(stack.a.dtype), self._device.chip, len(self._parts[name])
+        x = x.to(stack.a.dtype)
+        chip = self._device.chip
+        parts = len(self._parts[name])
         if shared == "outputs":
             low = comm.all_reduce(shrunk(x, stack.a, stack.ranks, self._rank, rows, chip).sum(0))
             add_expanded(y[:, self._own_outputs(y.shape[1])], low[None], stack, rows, chip)
@@ -315,7 +332,8 @@ class CudaAdapters:
 
         `batch_invariant`: never None, so that tokens without an adapter are computed the same way in every step.
         """
-        rows, stacks = self._rows, (self._stacks.get(inner), self._stacks.get(down))
+        rows = self._rows
+        stacks = (self._stacks.get(inner), self._stacks.get(down))
         if rows is None or stacks == (None, None):
             return _add_nothing if batch_invariant else None
         experts = self._experts[inner if stacks[0] is not None else down]
@@ -334,7 +352,8 @@ class CudaAdapters:
 
     def add_to_embeddings(self, x: Tensor, token_ids: Tensor, comm: Comm) -> Tensor:
         """Add those of tokens [T] to their embeddings x [T, D], in place; return x."""
-        stack, rows = self._stacks[_EMBED], self._rows
+        stack = self._stacks[_EMBED]
+        rows = self._rows
         if rows is None:
             return x
         count = stack.a.shape[1]

@@ -91,7 +91,8 @@ class CudaDecoder:
             adapters,
         )
         tables = rotary_tables(spec.ropes, max_len, device.torch)
-        self.spec, self.build = spec, build
+        self.spec = spec
+        self.build = build
         self.embed = CudaTokenEmbedding(spec.embedding, build)
         self.first = make_first_streams(spec, build)
         layers = make_layers(
@@ -151,7 +152,8 @@ class CudaDecoder:
 
         adapter_slots int32 [R]: of the rows' adapters, as in `CudaStepBatch`; None: no row has one.
         """
-        spec, adapters = self.spec, self.build.adapters
+        spec = self.spec
+        adapters = self.build.adapters
         if self.embed_out is not None:
             hidden = self.embed_out(hidden)
         own = self.head(hidden)
@@ -215,9 +217,11 @@ class CudaDecoderLayer:
         norms = spec.norms
         self.mixers = tuple(mixers)
         self.ffn = None if spec.ffn is None else make_ffn(spec.ffn, build, f"{prefix}.ffn")
-        self.norm_after_add, self.scale = spec.norm_after_add, spec.residual_scale
+        self.norm_after_add = spec.norm_after_add
+        self.scale = spec.residual_scale
         self.norm_residual = spec.norm_residual
-        self.parallel, self.shares_norm = spec.parallel, norms.before_ffn is None
+        self.parallel = spec.parallel
+        self.shares_norm = norms.before_ffn is None
         self.side = None if spec.side_moe is None else make_side_moe(spec.side_moe, build, f"{prefix}.side")
         self.low_rank = None if spec.low_rank is None else make_low_rank(spec.low_rank, build, f"{prefix}.low_rank")
         self.shortcut = None if spec.shortcut is None else make_shortcut(spec.shortcut, build, f"{prefix}.shortcut")
@@ -296,7 +300,8 @@ class CudaInputBlock:
     """A transformer block in front of a layer's mixers."""
 
     def __init__(self, spec: InputBlock, attend: MixerStep, build: CudaBuildContext, prefix: str) -> None:
-        name, self.attend = f"{prefix}.block", attend
+        name = f"{prefix}.block"
+        self.attend = attend
         self.norm, self.ffn_norm = (build.norm(spec.norm, f"{name}.{norm}") for norm in ("norm", "ffn_norm"))
         inner = build.adapted(build.linear(f"{name}.ffn.inner"), f"{name}.ffn_adapter", f"{name}.ffn.inner_adapter_out")
         self.feed = _mlp(spec.ffn, build, f"{name}.ffn", build.summed(f"{name}.ffn.down"), inner)
@@ -312,7 +317,8 @@ class CudaBlockLayer:
     """A layer with an input block, which reads the first hidden states."""
 
     def __init__(self, block: CudaInputBlock, layer: CudaDecoderLayer) -> None:
-        self.block, self.layer = block, layer
+        self.block = block
+        self.layer = layer
 
     def __call__(self, stream: Stream, first: Tensor, *mixer_inputs: object) -> Stream:
         residual, update = stream
@@ -336,9 +342,11 @@ def _mlp(spec: Mlp, build: CudaBuildContext, prefix: str, down: Linear, inner: L
     """`inner`: the map to gate and up where it has more than a matrix."""
     inner = inner or build.linear(f"{prefix}.inner")
     act = partial(activation.gated, clamped=spec.clamped, limit=spec.clip) if spec.gated else activation.plain
-    name, use_kernel = spec.activation, build.device.use_kernels
+    name = spec.activation
+    use_kernel = build.device.use_kernels
     if (learned := spec.learned) is not None:
-        p, n = build.params[f"{prefix}.curvature_p"], build.params[f"{prefix}.curvature_n"]
+        p = build.params[f"{prefix}.curvature_p"]
+        n = build.params[f"{prefix}.curvature_n"]
         return lambda x: down(xielu(inner(x), learned, p, n))
 
     def mlp(x: Tensor) -> Tensor:
@@ -396,7 +404,8 @@ def make_sparse(quantile: float, comm: Comm) -> Linear:
 
 def make_moe(spec: Moe, build: CudaBuildContext, prefix: str) -> Linear:
     """Return the mixture as a function of x [T, D]. Each expert's width is sharded: tokens are not exchanged."""
-    comm, routed = build.comm, make_routed(spec, build, prefix)
+    comm = build.comm
+    routed = make_routed(spec, build, prefix)
     shared = None if spec.shared is None else make_shared(spec.shared, build, prefix)
 
     def mixture(x: Tensor) -> Tensor:
@@ -410,12 +419,16 @@ def make_routed(
     spec: Moe, build: CudaBuildContext, prefix: str, expert_scale: Tensor | None = None
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the rank's part of the routed experts' output, as a function of x and the router's input, both [T, D]."""
-    params, device = build.params, build.device
+    params = build.params
+    device = build.device
     router = build.linear(f"{prefix}.router")
     correction = params.get(f"{prefix}.router_correction")
-    inner, down = params.matrix(f"{prefix}.experts.inner"), params.matrix(f"{prefix}.experts.down")
-    inner_bias, down_bias = params.get(f"{prefix}.experts.inner_bias"), params.get(f"{prefix}.experts.down_bias")
-    adapters, names = build.adapters, (f"{prefix}.experts.inner", f"{prefix}.experts.down")
+    inner = params.matrix(f"{prefix}.experts.inner")
+    down = params.matrix(f"{prefix}.experts.down")
+    inner_bias = params.get(f"{prefix}.experts.inner_bias")
+    down_bias = params.get(f"{prefix}.experts.down_bias")
+    adapters = build.adapters
+    names = (f"{prefix}.experts.inner", f"{prefix}.experts.down")
 
     def routed(x: Tensor, router_input: Tensor) -> Tensor:
         return moe(
@@ -455,13 +468,15 @@ def make_side_moe(spec: SideMoe, build: CudaBuildContext, prefix: str) -> Callab
 
 def make_shortcut(spec: Shortcut, build: CudaBuildContext, prefix: str) -> Linear:
     """Return the mixture around a layer as a function of the layer's input [T, D]."""
-    norm, mixture = build.norm(spec.norm, f"{prefix}.norm"), make_moe(spec.moe, build, f"{prefix}.moe")
+    norm = build.norm(spec.norm, f"{prefix}.norm")
+    mixture = make_moe(spec.moe, build, f"{prefix}.moe")
     return lambda x: mixture(norm(x, None)[0])
 
 
 def make_low_rank(spec: LowRankResidual, build: CudaBuildContext, prefix: str) -> Linear:
     """Return the learned residual as a function of the mixers' input [T, D]."""
-    left, right = build.linear(f"{prefix}.left"), build.linear(f"{prefix}.right")
+    left = build.linear(f"{prefix}.left")
+    right = build.linear(f"{prefix}.right")
     norm = build.norm(spec.norm, f"{prefix}.norm")
     return lambda h: h + norm(right(left(h)), None)[0]
 
@@ -471,5 +486,6 @@ def make_shared(spec: Mlp, build: CudaBuildContext, prefix: str) -> Linear:
     mlp = _mlp(spec, build, f"{prefix}.shared", build.linear(f"{prefix}.shared.down"))
     if build.params.get(f"{prefix}.shared_gate") is None:
         return mlp
-    gate, sigmoid_of = build.linear(f"{prefix}.shared_gate"), sigmoid if build.batch_invariant else torch.sigmoid
+    gate = build.linear(f"{prefix}.shared_gate")
+    sigmoid_of = sigmoid if build.batch_invariant else torch.sigmoid
     return lambda x: sigmoid_of(gate(x)) * mlp(x)

@@ -126,14 +126,17 @@ class CudaFeatureDrafter:
 
     def __init__(self, spec: FeatureDrafter, weights: Iterable[Weight], build: DrafterBuild) -> None:
         assert build.target is not None, "the target is a decoder"
-        model, target, inputs = spec.model, build.target, spec.inputs
+        model = spec.model
+        target = build.target
+        inputs = spec.inputs
         attention = inputs.attention if isinstance(inputs, AttendedInputs) else None
         loader = Loader(
             model, RankShard(), build.dtype, build.empty, parameters=drafter_params(spec), attention=attention
         )
         loader.fill(weights)
         own = loader.params.by_name
-        self.spec, self.num_bytes = spec, loader.params.num_bytes
+        self.spec = spec
+        self.num_bytes = loader.params.num_bytes
         shared = (
             {}
             if spec.own_embedding
@@ -159,7 +162,8 @@ class CudaFeatureDrafter:
         self.hidden_norm = context.norm(inputs.hidden_norm, "inputs.hidden_norm")
         self.project = context.linear("inputs.project")
         self.final_norm = context.norm(model.final_norm, "final_norm")
-        self.head, self.embed_out = self._head(spec, own, build), target.embed_out
+        self.head = self._head(spec, own, build)
+        self.embed_out = target.embed_out
         ids = own.get("target_ids")
         self.target_ids = None
         if isinstance(ids, Tensor):
@@ -229,7 +233,8 @@ class CudaHeadsDrafter:
         return tokens.features
 
     def guess(self, number: int, last: Tensor, tokens: DraftTokens, caches: Caches) -> tuple[Tensor, Tensor | None]:
-        x, params = last if tokens.features is None else tokens.features, self.params
+        x = last if tokens.features is None else tokens.features
+        params = self.params
         features = x
         for block in range(self.spec.blocks):
             name = f"heads.{number}.blocks.{block}"
@@ -250,7 +255,8 @@ class CudaStagesDrafter:
         return tokens.features
 
     def guess(self, number: int, last: Tensor, tokens: DraftTokens, caches: Caches) -> tuple[Tensor, Tensor | None]:
-        spec, params = self.spec, self.params
+        spec = self.spec
+        params = self.params
         state = last if tokens.features is None else tokens.features
         if not number and spec.scales_input:
             state = self._scaled(state) * 0.5**0.5

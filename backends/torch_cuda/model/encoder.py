@@ -107,8 +107,11 @@ class CudaPackedAttention:
     ) -> None:
         """`shared`: the number of its cache if several layers read it."""
         cos_sin = tables[spec.rope]
-        self.spec, self.device, self.shared = spec, build.device, shared
-        self.qkv, self.out = projection(spec, build, f"{prefix}.qkv"), build.linear(f"{prefix}.out")
+        self.spec = spec
+        self.device = build.device
+        self.shared = shared
+        self.qkv = projection(spec, build, f"{prefix}.qkv")
+        self.out = build.linear(f"{prefix}.out")
         self.q_norm = per_head_norm(spec, build, f"{prefix}.q_norm")
         self.k_norm = per_head_norm(spec, build, f"{prefix}.k_norm") if spec.shares_cache_of is None else None
         self.v_norm = value_norm(spec, build)
@@ -121,7 +124,8 @@ class CudaPackedAttention:
 
     def __call__(self, x: Tensor, batch: PackedPrompts, kept: SharedKeysValues) -> Tensor:
         """Return [T, D] of x [T, D]."""
-        qkv, spec = self.qkv(x), self.spec
+        qkv = self.qkv(x)
+        spec = self.spec
         if self.prepare is not None:
             qkv = self.prepare(qkv, batch.positions.int())
         if spec.shares_cache_of is None:
@@ -151,7 +155,8 @@ class CudaPackedAttention:
 
     def _rotated(self, qkv: Tensor, batch: PackedPrompts) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [T, N, H], keys and values [T, K, H], normalised and rotated."""
-        spec, tokens = self.spec, len(qkv)
+        spec = self.spec
+        tokens = len(qkv)
         keys, values = (
             qkv.new_empty(tokens // PAGE + 1, spec.kv_heads, PAGE, dim) for dim in (spec.head_dim, spec.value_width)
         )
@@ -214,7 +219,8 @@ class VarlenAttention:
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, batch: PackedPrompts) -> Tensor:
         """Return [T, N*H] of queries [T, N, H], keys and values [T, K, H]."""
-        spec, how = self.spec, dict[str, Any](scale=self.spec.scale)
+        spec = self.spec
+        how = dict[str, Any](scale=self.spec.scale)
         if self.windows:
             seen = -1 if spec.window is None else spec.window - 1
             how["window_size"] = (seen, 0 if spec.causal else seen)
@@ -225,7 +231,8 @@ class VarlenAttention:
                 how["enable_gqa"] = True
             else:
                 keys, values = (each.repeat_interleave(spec.heads // spec.kv_heads, 1) for each in (keys, values))
-        starts, longest = batch.query_start, batch.longest
+        starts = batch.query_start
+        longest = batch.longest
         return self.function(queries, keys, values, starts, starts, longest, longest, **how).flatten(1)
 
 

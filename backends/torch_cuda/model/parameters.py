@@ -46,7 +46,8 @@ class RankParams:
         named = dict(self.by_name)
         for layer, owner in owners.items():
             for part in ("block.", "mixers.0."):
-                first, own = f"layers.{owner}.{part}", f"layers.{layer}.{part}"
+                first = f"layers.{owner}.{part}"
+                own = f"layers.{layer}.{part}"
                 for name, matrix in self.by_name.items():
                     if name.startswith(first):
                         named.setdefault(own + name.removeprefix(first), matrix)

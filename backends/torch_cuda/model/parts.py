@@ -98,13 +98,15 @@ class CudaBuildContext:
 
     def linear(self, name: str) -> Linear:
         """Return the linear map `name`, with adapters; where its outputs are sharded, this rank's part."""
-        weight, bias = self.params.matrix(name), self.params.get(f"{name}_bias")
+        weight = self.params.matrix(name)
+        bias = self.params.get(f"{name}_bias")
         plain = linear(weight, bias, self.device, batch_invariant=self.batch_invariant)
         return plain if self.adapters is None else self.adapters.wrap(name, plain)
 
     def summed(self, name: str) -> Linear:
         """Return the linear map `name`, whose inputs are sharded, all-reduced over the ranks."""
-        partial_sum, comm = self.linear(name), self.comm
+        partial_sum = self.linear(name)
+        comm = self.comm
         return partial_sum if comm.size == 1 else lambda x: comm.all_reduce(partial_sum(x))
 
     def adapted(self, layer: Linear, first: str, *seconds: str) -> Linear:
@@ -114,7 +116,8 @@ class CudaBuildContext:
         """
         if self.params.get(first) is None:
             return layer
-        down, ups = self.linear(first), [self.linear(name) for name in seconds]
+        down = self.linear(first)
+        ups = [self.linear(name) for name in seconds]
 
         def both(x: Tensor) -> Tensor:
             parts = down(x).chunk(len(ups), -1)
@@ -167,8 +170,11 @@ class CudaTokenEmbedding:
 
     def __init__(self, spec: Embedding, build: CudaBuildContext) -> None:
         params = build.params
-        self.spec, self.comm, self.adapters = spec, build.comm, build.adapters
-        self.table, self.positions = params["embed"], params.get("positions")
+        self.spec = spec
+        self.comm = build.comm
+        self.adapters = build.adapters
+        self.table = params["embed"]
+        self.positions = params.get("positions")
         self.types = params.get("token_types")
         self.norm = build.norm(spec.norm, "embed_norm")
         self.project = build.linear("embed_in") if params.get("embed_in") is not None else None

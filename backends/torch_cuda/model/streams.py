@@ -71,7 +71,8 @@ class FirstStreams:
     """The streams before the first layer, before layers with a blend, and what is left of them after the last."""
 
     def __init__(self, spec: ModelSpec, build: CudaBuildContext) -> None:
-        self.alt_up, self.read_later = spec.alt_up, spec.blended
+        self.alt_up = spec.alt_up
+        self.read_later = spec.blended
         self.blocks = any(layer.block is not None for layer in spec.layers)
         self.blends = tuple(layer.blend for layer in spec.layers)
         self.parts = None if spec.per_layer is None else CudaLayerParts(spec.per_layer, build)
@@ -92,7 +93,8 @@ class FirstStreams:
 
     def blended(self, index: int, stream: Stream, kept: dict[int, Tensor]) -> Stream:
         """Return the input of layer `index`. `kept`: those of earlier layers that later ones read, which it adds to."""
-        blend, (residual, update) = self.blends[index], stream
+        blend = self.blends[index]
+        residual, update = stream
         if blend is None and index not in self.read_later:
             return stream
         x = update if residual is None else residual + update
@@ -113,8 +115,10 @@ class CudaLayerParts:
     """The per-layer embeddings of a step's tokens, of which each layer reads its part."""
 
     def __init__(self, spec: PerLayerEmbedding, build: CudaBuildContext) -> None:
-        self.spec, self.comm = spec, build.comm
-        self.table, self.project = build.params["per_layer.table"], build.linear("per_layer.projection")
+        self.spec = spec
+        self.comm = build.comm
+        self.table = build.params["per_layer.table"]
+        self.project = build.linear("per_layer.projection")
         self.norm = build.norm(spec.norm, "per_layer.norm")
 
     def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
@@ -130,9 +134,11 @@ class PartUpdate:
     """What a layer's part of the per-layer embedding adds at its end."""
 
     def __init__(self, spec: PerLayerEmbedding, index: int, build: CudaBuildContext, prefix: str) -> None:
-        self.index, self.activation = index, spec.activation
+        self.index = index
+        self.activation = spec.activation
         self.use_kernel = build.device.use_kernels
-        self.gate, self.out = build.linear(f"{prefix}.per_layer.gate"), build.linear(f"{prefix}.per_layer.out")
+        self.gate = build.linear(f"{prefix}.per_layer.gate")
+        self.out = build.linear(f"{prefix}.per_layer.out")
         self.norm = build.norm(spec.norm, f"{prefix}.per_layer.norm")
 
     def __call__(self, x: Tensor, parts: Tensor) -> Tensor:
@@ -147,7 +153,8 @@ class EndedLayer:
     def __init__(
         self, spec: Layer, layer: LayerStep, add_part: PartUpdate | None, build: CudaBuildContext, prefix: str
     ) -> None:
-        self.layer, self.add_part = layer, add_part
+        self.layer = layer
+        self.add_part = add_part
         self.scale = build.params[f"{prefix}.output_scale"] if spec.output_scale else None
 
     def __call__(self, stream: Stream, parts: Tensor | None, *mixer_inputs: object) -> Stream:
@@ -167,14 +174,19 @@ class AlternatingLayer:
         self, spec: AltUp, layer: LayerStep, add_part: PartUpdate | None, build: CudaBuildContext, prefix: str
     ) -> None:
         params = build.params
-        self.spec, self.layer, self.add_part = spec, layer, add_part
-        self.norm, self.router = build.norm(spec.norm, f"{prefix}.alt_up.norm"), params[f"{prefix}.alt_up.router"]
+        self.spec = spec
+        self.layer = layer
+        self.add_part = add_part
+        self.norm = build.norm(spec.norm, f"{prefix}.alt_up.norm")
+        self.router = params[f"{prefix}.alt_up.router"]
         self.prediction, self.correction = (params[f"{prefix}.alt_up.{name}"] for name in ("prediction", "correction"))
         self.scale = params[f"{prefix}.alt_up.scale"] if spec.scaled else None
 
     def __call__(self, stream: Stream, parts: Tensor | None, *mixer_inputs: object) -> Stream:
-        spec, (_, streams) = self.spec, stream
-        active, count = spec.active, spec.streams
+        spec = self.spec
+        _, streams = stream
+        active = spec.active
+        count = spec.streams
         mixing = F.linear(self._modes(streams[active]), self.prediction).view(-1, count, count)
         predicted = streams + torch.bmm(mixing, streams.transpose(0, 1)).transpose(0, 1)
         residual, update = self.layer((None, predicted[active].contiguous()), *mixer_inputs)

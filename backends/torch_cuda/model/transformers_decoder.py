@@ -36,7 +36,9 @@ class CudaTransformersDecoder:
         prefill: PrefillAttention,
     ) -> None:
         """Load the model in host memory; `place` moves it. `max_len`: served context. Raise WeightError."""
-        self.spec, self.device, self.prefill = spec, device, prefill
+        self.spec = spec
+        self.device = device
+        self.prefill = prefill
         arrays = dequantized(weights, "torch_cuda")
         tensors = ((name, to_torch(array)) for name, array in arrays)
         self.model = TransformersModel.load(spec, tensors, dtype, max_len)
@@ -55,7 +57,9 @@ class CudaTransformersDecoder:
     @torch.inference_mode()
     def hidden(self, batch: CudaStepBatch, caches: Mapping[int, CudaCache]) -> Tensor:
         """Return hidden states [T, D] after the final norm; K and V are written to the caches."""
-        ids, positions, embedded = batch.token_ids.long(), batch.positions.long(), batch.embedded
+        ids = batch.token_ids.long()
+        positions = batch.positions.long()
+        embedded = batch.embedded
         attend = partial(self._attend, batch, caches)
         if embedded is None:
             return self.model.hidden(ids, positions, attend)
@@ -78,7 +82,8 @@ class CudaTransformersDecoder:
             heads = CudaPagedHeads(self.spec.attention[number], self.device, self.prefill, HeadTerms(sinks))
             cache.prepared[self] = self._writer(cache, q.shape[1], k.shape[1]), heads
         write, paged = cache.prepared[self]
-        qkv, slots = torch.cat((q, k, v), 1).flatten(1), batch.groups[cache.group].slots
+        qkv = torch.cat((q, k, v), 1).flatten(1)
+        slots = batch.groups[cache.group].slots
         attended: Tensor = paged.attend(write(qkv, batch.positions, slots), batch, cache)
         return attended
 

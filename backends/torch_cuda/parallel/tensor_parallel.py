@@ -131,7 +131,8 @@ class TorchComm:
     """Implements Comm, and RankComm of common.backend, over this process's default torch.distributed group."""
 
     def __init__(self, rank_info: RankInfo, store: object) -> None:
-        self.rank, self.size = rank_info.rank, rank_info.size
+        self.rank = rank_info.rank
+        self.size = rank_info.size
         self._store: object | None = store
         self._group = dist.group.WORLD
 
@@ -196,7 +197,8 @@ def join(rank_info: RankInfo, listener: socket.socket | None, device: torch.devi
 
 
 def _init_group(name: str, store: Any, rank_info: RankInfo, device: torch.device | None) -> None:
-    rank, size = rank_info.rank, rank_info.size
+    rank = rank_info.rank
+    size = rank_info.size
     dist.init_process_group(name, store=store, rank=rank, world_size=size, timeout=_JOIN_TIMEOUT, device_id=device)
 
 

@@ -141,7 +141,9 @@ class Loader:
         `schemes`: of parameters that the checkpoint holds quantised. `parameters`: of a drafter, in place of those of
         the spec; `attention`: that in front of its layers.
         """
-        self._spec, self._dtype, self._pack = spec, dtype, pack
+        self._spec = spec
+        self._dtype = dtype
+        self._pack = pack
         self._parameters = params(spec) if parameters is None else parameters
         self._layout = make_layout(spec, shard, self._parameters, attention)
         self._schemes = schemes or {}
@@ -242,7 +244,8 @@ class Loader:
     def _put_stored(self, name: str, placement: TensorSlice, value: Value) -> None:
         """Copy a rank's part of a quantised parameter, the first time when all parts of its matrix are there."""
         tensor = placement.tensor
-        matrix, scheme = self.params.matrix(tensor), self._stored[tensor]
+        matrix = self.params.matrix(tensor)
+        scheme = self._stored[tensor]
         assert isinstance(matrix, PackedMatrix), "allocated as such"
         experts = len(self._layout.shapes[tensor]) > _MATRIX_AXES
         if not isinstance(value, QuantizedTensor) or packed_scheme(value.scheme, experts) not in (
@@ -401,7 +404,8 @@ def _mixer(spec: ModelSpec, name: str) -> Mixer | None:
 def _fused_name(name: str, mixer: Mixer | None) -> str:
     """Return the name of the tensor that a canonical parameter is stored in."""
     stem, _, last = name.rpartition(".")
-    matrix, bias = last.removesuffix("_bias"), "_bias" if last.endswith("_bias") else ""
+    matrix = last.removesuffix("_bias")
+    bias = "_bias" if last.endswith("_bias") else ""
     if stem.endswith((".per_layer", ".indexer", ".blocks")):
         return name
     fused = _FUSED_FFN if mixer is None else {**_FUSED, **_FUSED_OF.get(type(mixer), {})}

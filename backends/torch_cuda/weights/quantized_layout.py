@@ -142,7 +142,8 @@ def least_group(scheme: StoredScheme, start: int, inputs: int) -> int | None:
 def estimated_form(scheme: Scheme, stored: StoredScheme, group: int | None) -> PackedForm:
     """Return the form of a matrix that takes the most memory of those with a scheme."""
     activations = None if isinstance(stored, Blocks) else getattr(stored, "activations", None)
-    grouped, bytes_ = group is not None, scheme in ("mxfp4", "nvfp4")
+    grouped = group is not None
+    bytes_ = scheme in ("mxfp4", "nvfp4")
     return PackedForm(
         scheme,
         group or 0,
@@ -202,7 +203,8 @@ def form_of(scheme: Scheme, parts: Sequence[tuple[int, QuantizedTensor]], rounds
 
 def write(matrix: PackedMatrix, first: int, part: QuantizedTensor) -> None:
     """Copy a part, from `as_scheme`, to the rows from `first` on. Raise WeightError if it does not fit the form."""
-    form, (*_, outputs, inputs) = PackedForm.of(matrix), part.shape
+    form = PackedForm.of(matrix)
+    *_, outputs, inputs = part.shape
     target = matrix.channels(first, first + outputs)
     data = to_torch(part.data).to(matrix.data.device)
     target.data.copy_(int4_words(data, form.group) if form.scheme == "int4" else data)

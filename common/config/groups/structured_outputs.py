@@ -52,7 +52,8 @@ class StructuredOutputsConfig:
         self._check_reasoning()
         if self.reasoning_parser_plugin and not self.reasoning_parser:
             raise ConfigError("--reasoning-parser-plugin", "needs --reasoning-parser; name one of the plugin's formats")
-        settings, known = self.structured_outputs_config, ("backend", *_SWITCHES, *_TEXTS)
+        settings = self.structured_outputs_config
+        known = ("backend", *_SWITCHES, *_TEXTS)
         for key, value in settings.items():
             if key not in known:
                 raise ConfigError(_FLAG, f"{key} is unknown{did_you_mean(key, known)}; drop it")

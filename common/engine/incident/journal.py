@@ -96,7 +96,9 @@ class Journal:
     """The record of one scheduler. Call a method before or after each call of the scheduler, as they say."""
 
     def __init__(self, scheduler: Scheduler, layout: KvLayout, num_blocks: tuple[int, ...]) -> None:
-        self._scheduler, self._layout, self._num_blocks = scheduler, layout, num_blocks
+        self._scheduler = scheduler
+        self._layout = layout
+        self._num_blocks = num_blocks
         self._before: _Segment | None = None
         self._segment = _Segment(_Captured(scheduler))
         self._plans: deque[StepPlan] = deque(maxlen=NUM_PLANS)
@@ -127,7 +129,9 @@ class Journal:
         entry.failed = False
         entry.withheld = self._scheduler.num_withheld
         if plan is not None:
-            entry.step, entry.num_seqs, entry.num_tokens = plan.step, plan.num_seqs, plan.num_tokens
+            entry.step = plan.step
+            entry.num_seqs = plan.num_seqs
+            entry.num_tokens = plan.num_tokens
             self._plans.append(plan)
             self._segment.steps += 1
         return plan
@@ -184,11 +188,15 @@ class _Captured:
         self._requests = [(each, _Values.of(each)) for each in scheduler._requests.values()]
         self._pools = [(pool.capture(), dict(copies)) for pool, copies in zip(scheduler.kv.pools, scheduler.kv._copies)]
         self._rows = {name: getattr(batch, name).copy() for name in ROW_ARRAYS}
-        self._free, self._epochs = list(batch._free), batch._epochs
+        self._free = list(batch._free)
+        self._epochs = batch._epochs
         self._in_flight = list(scheduler._in_flight)
         self._served, self._rows_given = ({}, 0) if scheduler._fair is None else scheduler._fair.served()
-        self._lacks_blocks, self._prefills = scheduler._lacks_blocks, scheduler._prefills
-        self._added, self._steps, self._preemptions = scheduler._added, scheduler._steps, scheduler._preemptions
+        self._lacks_blocks = scheduler._lacks_blocks
+        self._prefills = scheduler._prefills
+        self._added = scheduler._added
+        self._steps = scheduler._steps
+        self._preemptions = scheduler._preemptions
 
     def state(self, keyed: Keyed, *, tokens: bool) -> SchedulerState:
         """Return it as part of a snapshot."""
@@ -341,7 +349,8 @@ def _detail(plan: StepPlan) -> PlanDetail:
 
 def shown_rules(rules: SamplingRules) -> dict[str, Any]:
     """Return the rules that differ from the defaults; of lists the length, of seeds and plug-ins' arguments nothing."""
-    hidden, plain = {"seed", "extra_args"}, SamplingRules()
+    hidden = {"seed", "extra_args"}
+    plain = SamplingRules()
     shown: dict[str, Any] = {}
     for each in fields(SamplingRules):
         value = getattr(rules, each.name)

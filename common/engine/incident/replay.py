@@ -33,7 +33,8 @@ from pagoda.common.engine.steps.contract import StepPlan, StepResult
 from pagoda.common.errors import RequestError
 from pagoda.common.models.mixers.caches import CacheSpec, FullCache, StateCache, WindowCache
 
-TOKEN, STOP = 0, 1
+TOKEN = 0
+STOP = 1
 """Token ids of a replay: any token, and the one that ends a sequence."""
 
 
@@ -197,8 +198,11 @@ def restored(snapshot: Snapshot, state: SchedulerState, shape: KvShape) -> Sched
         plan = _plan(step.step, step.rows, step.samples, step.query_start, step.context)
         own = [requests[request_id] for request_id in step.request_ids]
         scheduler._in_flight.append(_InFlightStep(plan, own, np.array(step.epochs, np.int64), step.prompt_tokens))
-    scheduler._lacks_blocks, scheduler._prefills = state.lacks_blocks, state.prefills
-    scheduler._added, scheduler._steps, scheduler._preemptions = state.added, state.steps, state.preemptions
+    scheduler._lacks_blocks = state.lacks_blocks
+    scheduler._prefills = state.prefills
+    scheduler._added = state.added
+    scheduler._steps = state.steps
+    scheduler._preemptions = state.preemptions
     return scheduler
 
 
@@ -206,7 +210,8 @@ def _restore_rows(scheduler: Scheduler, state: SchedulerState, requests: dict[st
     batch = scheduler._batch
     for name, values in state.rows.items():
         getattr(batch, name)[:] = values
-    batch._free, batch._epochs = list(state.free_rows), state.epochs
+    batch._free = list(state.free_rows)
+    batch._epochs = state.epochs
     for request in requests.values():
         if request.row == NO_ROW:
             continue
@@ -296,10 +301,13 @@ def _request(state: RequestState) -> Request:
     _set_up(request, state)
     request.outputs = [TOKEN] * state.num_outputs
     request.status = RequestStatus[state.status]
-    request.row, request.resumes_at = state.row, state.resumes_at
+    request.row = state.row
+    request.resumes_at = state.resumes_at
     request.tokens = np.full(state.num_row_tokens, TOKEN, np.int32)
-    request.num_registered, request.num_pages = state.num_registered, state.num_pages
-    request.num_cached_tokens, request.num_preemptions = state.num_cached_tokens, state.num_preemptions
+    request.num_registered = state.num_registered
+    request.num_pages = state.num_pages
+    request.num_cached_tokens = state.num_cached_tokens
+    request.num_preemptions = state.num_preemptions
     request.groups = [GroupBlocks(list(each.table), each.base, range(*each.reserved)) for each in state.tables]
     return request
 

@@ -187,11 +187,14 @@ class BlockPool:
     def _link(self, block: int, after: int) -> None:
         before = self._next[after]
         self._next[after] = self._prev[before] = block
-        self._prev[block], self._next[block] = after, before
+        self._prev[block] = after
+        self._next[block] = before
 
     def _unlink(self, block: int) -> None:
-        before, after = self._prev[block], self._next[block]
-        self._next[before], self._prev[after] = after, before
+        before = self._prev[block]
+        after = self._next[block]
+        self._next[before] = after
+        self._prev[after] = before
 
     def _drop_page(self, block: int) -> None:
         key = self._keys[block]
@@ -217,8 +220,11 @@ class BlockPool:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Replace the state by one that `capture` returned, of a pool of the same size."""
-        self.num_free, self._clock = state["num_free"], state["clock"]
-        self._next, self._prev, self._keys = list(state["next"]), list(state["prev"]), list(state["keys"])
+        self.num_free = state["num_free"]
+        self._clock = state["clock"]
+        self._next = list(state["next"])
+        self._prev = list(state["prev"])
+        self._keys = list(state["keys"])
         self._refs = array("i", state["refs"])
         self._is_reserved = bytearray(state["reserved"])
         self._released_at = array("q", state["released_at"])

@@ -105,7 +105,8 @@ class WindowRule(GroupRule):
 
     def cached_pages(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
         """Return the longest n for which the pages that position n * block_size sees are cached."""
-        end, page = pages, pages - 1
+        end = pages
+        page = pages - 1
         while page >= self.first_page(end * self.block_size):
             if pool.lookup((hashes[page], self.index)) is None:
                 end = page
@@ -260,7 +261,8 @@ class KvManager:
         agreed = False
         while not agreed:
             shorter = min(rule.cached_pages(pool, hashes, pages) for rule, pool in self._rules)
-            agreed, pages = shorter == pages, shorter
+            agreed = shorter == pages
+            pages = shorter
         blocks = tuple(rule.hit_blocks(pool, hashes, pages) for rule, pool in self._rules)
         snapshots = tuple(rule.snapshot(pool, hashes, pages) for rule, pool in self._rules)
         return PrefixHit(pages * self.block_size, blocks, snapshots)
@@ -287,7 +289,8 @@ class KvManager:
         page = computed // self.block_size - 1
         hashes = extend_hashes(request, self.block_size, page + 1)
         for rule in self._states:
-            pool, key = self.pools[rule.pool], (hashes[page], rule.index)
+            pool = self.pools[rule.pool]
+            key = (hashes[page], rule.index)
             if pool.num_free and pool.lookup(key) is None:
                 block = pool.allocate()
                 self._copies[rule.pool][block] = request.groups[rule.index].table[0]
@@ -297,7 +300,8 @@ class KvManager:
     def _restore(self, request: Request, hit: PrefixHit) -> None:
         """Copy the snapshots of a hit into the request's blocks before the next step."""
         for rule in self._states:
-            source, copies = hit.snapshots[rule.index], self._copies[rule.pool]
+            source = hit.snapshots[rule.index]
+            copies = self._copies[rule.pool]
             if source != NULL_BLOCK:  # a snapshot that is made before the same step is not there to be read
                 copies[request.groups[rule.index].table[0]] = copies.get(source, source)
 
@@ -341,7 +345,8 @@ class KvManager:
 
         `computed`: tokens cached for certain, drafts in flight not included. Returns False if a pool has too few.
         """
-        pages, needed = self.pages(num_tokens), [0] * len(self.pools)
+        pages = self.pages(num_tokens)
+        needed = [0] * len(self.pools)
         for (rule, pool), group, table in zip(self._rules, request.groups, self._tables):
             self._release_before(pool, group, table, row, rule.first_page(computed))
             needed[rule.pool] += rule.num_pages(pages) - len(group.table)
@@ -401,7 +406,8 @@ class KvManager:
 
     def _reserve(self, rule: GroupRule, pool: BlockPool, group: GroupBlocks, expected: int, needed: int) -> None:
         """Reserve a run for the pages that the request will have: after the reused ones, else anywhere."""
-        expected, needed = rule.num_pages(expected), rule.num_pages(needed)
+        expected = rule.num_pages(expected)
+        needed = rule.num_pages(needed)
         used = len(group.table)
         if not pool.extents or expected <= used:
             return

@@ -59,7 +59,8 @@ def split_bytes(layout: KvLayout, limits: Limits, block_bytes: Sequence[int], to
 
 def longest_sequence(layout: KvLayout, limits: Limits, num_blocks: Sequence[int]) -> int:
     """Return the tokens, in whole pages up to `max_model_len`, of the longest sequence that fits when it runs alone."""
-    rules, pages = group_rules(layout), _pages(limits)
+    rules = group_rules(layout)
+    pages = _pages(limits)
     return longest_alone(rules, num_blocks, pages, limits.max_step_tokens) * limits.block_size
 
 
@@ -78,8 +79,10 @@ class _Demand:
     """The blocks of running sequences, with windows taken into account."""
 
     def __init__(self, layout: KvLayout, limits: Limits) -> None:
-        self._rules, self._num_pools = group_rules(layout), len(layout.pools)
-        self._step_tokens, self._decode_tokens = limits.max_step_tokens, limits.max_decode_tokens
+        self._rules = group_rules(layout)
+        self._num_pools = len(layout.pools)
+        self._step_tokens = limits.max_step_tokens
+        self._decode_tokens = limits.max_decode_tokens
         self.pages = _pages(limits)
 
     def alone(self, pages: int) -> tuple[int, ...]:

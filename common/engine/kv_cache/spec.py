@@ -85,7 +85,8 @@ class KvLayout:
         return tuple(tuple(group for group in self.groups if group.pool == pool) for pool in range(count))
 
     def _pool_spec(self, groups: tuple[KvGroup, ...]) -> PoolSpec:
-        kind, arrays = block_kind(groups[0].spec), max(len(group.layers) for group in groups)
+        kind = block_kind(groups[0].spec)
+        arrays = max(len(group.layers) for group in groups)
         return PoolSpec(kind, arrays * kind.block_elements(self.block_size))
 
 
@@ -125,7 +126,8 @@ def layout_of(kinds: Mapping[CacheSpec, Sequence[int]], block_size: int) -> KvLa
     pools = {kind: pool for pool, kind in enumerate(sizes)}
     groups: list[KvGroup] = []
     for kind, layers in kinds.items():
-        pool, size = pools[block_kind(kind)], sizes[block_kind(kind)]
+        pool = pools[block_kind(kind)]
+        size = sizes[block_kind(kind)]
         parts = (tuple(layers[start : start + size]) for start in range(0, len(layers), size))
         groups.extend(KvGroup(kind, part, pool=pool) for part in parts)
     return KvLayout(tuple(groups), block_size)

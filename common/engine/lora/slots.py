@@ -76,7 +76,8 @@ class AdapterSlots:
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
         """Return the slots whose content changes before the next step, once."""
-        loads, self._loads = self._loads, []
+        loads = self._loads
+        self._loads = []
         return tuple(loads)
 
     def fewest_references(self) -> Adapter | None:
@@ -113,7 +114,8 @@ class AdapterQueue(WaitingQueue):
     """
 
     def __init__(self, slots: AdapterSlots, make: Callable[[], WaitingQueue]) -> None:
-        self._slots, self._make = slots, make
+        self._slots = slots
+        self._make = make
         self._queues: dict[Adapter | None, WaitingQueue] = {}
         self._adapter_of: dict[str, Adapter | None] = {}  # by request
         self._blocked: Request | None = None  # the first by rank that waits for a slot
@@ -160,7 +162,8 @@ class AdapterQueue(WaitingQueue):
 
     def _block(self, request: Request | None) -> None:
         """Count from now on the requests that overtake this one."""
-        self._blocked, self._overtaken = request, 0
+        self._blocked = request
+        self._overtaken = 0
         self._slots.draining.pop(self, None)
 
     def _drain(self) -> None:

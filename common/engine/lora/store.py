@@ -29,7 +29,8 @@ class AdapterStore:
     """
 
     def __init__(self, read: Callable[[Adapter], AdapterWeights], capacity: int) -> None:
-        self._read, self._capacity = read, capacity
+        self._read = read
+        self._capacity = capacity
         self.loaded: dict[Adapter, AdapterWeights] = {}  # least recently used first
         self._reading: dict[Adapter, Future[AdapterWeights]] = {}
         self._callers: dict[Adapter, list[Done]] = {}
@@ -142,7 +143,10 @@ class AdapterLoader:
     def __init__(self, backend: LoraBackend, scheduler: AdapterScheduler, store: AdapterStore) -> None:
         """`scheduler`: has slots for adapters."""
         assert scheduler.adapters is not None
-        self._backend, self._scheduler, self._store, self._slots = backend, scheduler, store, scheduler.adapters
+        self._backend = backend
+        self._scheduler = scheduler
+        self._store = store
+        self._slots = scheduler.adapters
         self._slots.ready = store.loaded
         self._known: set[Adapter] = set()  # that `load_now` read
 

@@ -40,7 +40,9 @@ class PoolingScheduler:
     def __init__(
         self, limits: Limits, tasks: tuple[PoolingTask, ...], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._limits, self._tasks, self._clock = limits, tasks, clock
+        self._limits = limits
+        self._tasks = tasks
+        self._clock = clock
         self._waiting = waiting_queue(limits.policy)
         self._requests: dict[str, Request] = {}  # running and waiting
         self._parts: dict[str, list[Float32]] = {}  # of unfinished requests: outputs of the task's parts so far

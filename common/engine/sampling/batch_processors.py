@@ -119,7 +119,8 @@ def process_dict_updates(
         if (state := new_state(params, prompt_ids, output_ids)) is not None:
             req_entries[index] = state
     for source, target, direction in batch_update.moved:
-        moved, replaced = req_entries.pop(source, None), req_entries.pop(target, None)
+        moved = req_entries.pop(source, None)
+        replaced = req_entries.pop(target, None)
         if moved is not None:
             req_entries[target] = moved
         if replaced is not None and direction is MoveDirectionality.SWAP:
@@ -177,7 +178,8 @@ class LogitsBatch:
         params_of: Callable[[SamplingRules], Any],
     ) -> None:
         """`makers`: by name, what makes each processor. `params_of`: returns the SamplingParams of rules."""
-        self._makers, self._params_of = makers, params_of
+        self._makers = makers
+        self._params_of = params_of
         self._members: list[_Member] = []
         self._order: list[int] = []  # of the latest step: for each member its index among the sequences
         self._has_failed = False  # in the latest step
@@ -233,7 +235,8 @@ class LogitsBatch:
         """
         if not processors:
             return logits, ""
-        gathered, reason = logits if self._in_order else logits[self._order], ""
+        gathered = logits if self._in_order else logits[self._order]
+        reason = ""
         for name, processor in processors.items():
             try:
                 gathered = run(processor, gathered)
@@ -287,7 +290,8 @@ class LogitsBatch:
             index = holes.popleft() if holes else len(members)
             members[index : index + 1] = [member]
             added.append((index, self._params_of(state.rules), list(tokens[:num_prompt]), member.output_ids))
-        removed, moved = list(holes), []
+        removed = list(holes)
+        moved = []
         while holes:
             last = len(members) - 1
             if last == holes[-1]:

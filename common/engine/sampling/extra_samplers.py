@@ -135,7 +135,8 @@ class Xtc(ExtraSampler):
     }
 
     def new_req_logits_processor(self, params: Any) -> RequestLogitsProcessor | None:
-        probability, threshold = self.value(params, "xtc_probability"), self.value(params, "xtc_threshold")
+        probability = self.value(params, "xtc_probability")
+        threshold = self.value(params, "xtc_threshold")
         seed = np.array([(params.seed or 0) ^ _XTC_SEEDS])
 
         def edit(prompt_ids: Sequence[int], output_ids: Sequence[int], logits: Any) -> Any:

@@ -72,7 +72,8 @@ class LogitEdits:
         if len(tokens) > MAX_LISTED:
             dense = np.zeros(vocab, np.float32)
             np.add.at(dense, tokens, values)
-            tokens, values = tokens[:0], values[:0]
+            tokens = tokens[:0]
+            values = values[:0]
         allowed = rules.allowed_token_ids
         return cls(
             tokens=tokens,

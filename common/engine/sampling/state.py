@@ -76,7 +76,8 @@ class RowTable:
         rules = start.rules
         filtered = rules.top_k > 0 or rules.top_p < 1.0 or rules.min_p > 0.0
         edited = bool(rules.logit_bias or rules.bad_words or (rules.min_tokens and rules.stop_ids))
-        masked, logprobs = rules.allowed_token_ids is not None, rules.logprobs is not None
+        masked = rules.allowed_token_ids is not None
+        logprobs = rules.logprobs is not None
         edits = self._edits.edits(rules, vocab) if edited or masked else NO_EDITS
         self._states[start.row] = SamplingState(rules, start.token_ids[: start.num_prompt], edits)
         self.columns[start.row] = (
@@ -137,12 +138,15 @@ class SampledRows:
     @classmethod
     def compact(cls, plan: StepPlan, table: RowTable) -> SampledRows:
         """Select them for logits that have a row for each token to be sampled and no other."""
-        rows, ends = plan.rows, _ends(plan)
+        rows = plan.rows
+        ends = _ends(plan)
         if plan.num_drafts is not None:
             sequences, after = sampled_positions(plan)
-            rows, ends = rows[sequences], ends[sequences] + after
+            rows = rows[sequences]
+            ends = ends[sequences] + after
         elif not plan.samples.all():
-            rows, ends = rows[plan.samples], ends[plan.samples]
+            rows = rows[plan.samples]
+            ends = ends[plan.samples]
         return cls(np.arange(len(rows)), rows, ends, table.columns.take(rows), table)  # indexing is slower
 
     def where(self, field: str) -> list[SampledRow]:
@@ -189,8 +193,10 @@ class SampledRows:
     def _pack(self, packed: Int32, empty_row: int) -> UInt32 | None:
         """Write all fields but the noise keys. Return the counters that keys are mixed of; None if all are greedy."""
         packed[0] = empty_row
-        at, columns = self.indices, self.columns
-        packed[0, at], packed[1, at] = self.rows, self.ends
+        at = self.indices
+        columns = self.columns
+        packed[0, at] = self.rows
+        packed[1, at] = self.ends
         if self.kind == "greedy":
             return None
         packed[4, at] = columns["top_k"]
@@ -274,7 +280,8 @@ def prompt_targets(plan: StepPlan, table: RowTable) -> Iterator[PromptTargets]:
     """Yield the prompt tokens that follow the step's tokens, of each sequence with prompt logprobs."""
     for index in np.flatnonzero(table.columns["prompt_logprobs"][plan.rows]).tolist():
         state = table[plan.rows[index]]
-        begin, context = int(plan.query_start[index]), int(plan.context[index])
+        begin = int(plan.query_start[index])
+        context = int(plan.context[index])
         count = min(int(plan.query_start[index + 1]) - begin, len(state.prompt) - context - 1)
         if count > 0:
             targets = state.prompt[context + 1 : context + 1 + count]
@@ -311,7 +318,10 @@ def additions(rows: Sequence[SampledRow], seqs: int) -> Iterator[Int32]:
 
     Bias, banned words of one token, and stop ids that min_tokens masks; those of `dense_additions` are left out.
     """
-    indices, counts, tokens, values = [], [], [], []
+    indices = []
+    counts = []
+    tokens = []
+    values = []
     for sampled in rows:
         edits = sampled.state.edits
         indices.append(sampled.index)
@@ -373,11 +383,14 @@ def _words_of_row(sampled: SampledRow) -> tuple[Int32, ...] | None:
     words = sampled.state.edits.words
     if words is None:
         return None
-    lasts, counts, heads = words.lasts, words.counts, words.heads
+    lasts = words.lasts
+    counts = words.counts
+    heads = words.heads
     used = words.lengths <= sampled.generated + 1
     if not used.all():
         heads = heads[np.repeat(used, counts)]
-        lasts, counts = lasts[used], counts[used]
+        lasts = lasts[used]
+        counts = counts[used]
     if not len(lasts):
         return None
     starts = np.cumsum(counts, dtype=np.int32) - counts
@@ -400,17 +413,23 @@ def banned_words(rows: Sequence[SampledRow], seqs: int) -> Iterator[tuple[Int32,
     """
     if (all_words := _Words.of(rows)) is None:
         return
-    start, total, first = 0, len(all_words.lasts), all_words.first
+    start = 0
+    total = len(all_words.lasts)
+    first = all_words.first
     while start < total:
         fitting = int(np.searchsorted(first, first[start] + MAX_WORD_HEADS, "right")) - 1
         stop = min(start + MAX_WORDS, fitting, total)
-        words, heads = np.zeros((2, MAX_WORDS), np.int32), np.zeros((4, MAX_WORD_HEADS), np.int32)
-        words[0], heads[0] = seqs, MAX_WORDS
+        words = np.zeros((2, MAX_WORDS), np.int32)
+        heads = np.zeros((4, MAX_WORD_HEADS), np.int32)
+        words[0] = seqs
+        heads[0] = MAX_WORDS
         words[:, : stop - start] = all_words.indices[start:stop], all_words.lasts[start:stop]
         own = slice(int(first[start]), int(first[stop]))
         part = heads[:, : own.stop - own.start]
         part[0] = np.repeat(np.arange(stop - start), np.diff(first[start : stop + 1]))
-        part[1], part[2], part[3] = all_words.rows[own], all_words.positions[own], all_words.tokens[own]
+        part[1] = all_words.rows[own]
+        part[2] = all_words.positions[own]
+        part[3] = all_words.tokens[own]
         yield words, heads
         start = stop
 

@@ -139,7 +139,8 @@ class FairQueue(WaitingQueue):
 
     def restore_served(self, served: Mapping[str, int], rows_given: int) -> None:
         """Replace what `served` returns, of the keys in the queue."""
-        self._rows_given, self._next = rows_given, None
+        self._rows_given = rows_given
+        self._next = None
         for name, owner in self._owners.items():
             owner.served = served.get(name, 0)
 

@@ -365,7 +365,8 @@ class RunningBatch:
 
     def release(self, request: Request) -> None:
         """Free the request's row."""
-        row, request.row = request.row, NO_ROW
+        row = request.row
+        request.row = NO_ROW
         self.epoch[row] = 0
         self.request[row] = None
         self._free.append(row)
@@ -408,7 +409,9 @@ class RunningBatch:
             used = columns < drafts[:, None]
             ids[(query_start[:-1, None] + 1 + columns)[used]] = self.drafts[rows][used]
         for i in np.flatnonzero(~newest):
-            row, start, count = int(rows[i]), int(query_start[i]), int(counts[i])
+            row = int(rows[i])
+            start = int(query_start[i])
+            count = int(counts[i])
             first = int(self.computed[row])
             ids[start : start + count] = self.request_at(row).tokens[first : first + count]
         return ids

@@ -288,7 +288,8 @@ class Scheduler:
 
     def _add_drafts(self, budget: TokenBudget) -> TokenBudget:
         """Return the budget with the proposed drafts, as far as blocks are free for them."""
-        batch, rows = self._batch, budget.rows
+        batch = self._batch
+        rows = budget.rows
         drafts = batch.num_drafts[rows]
         if not drafts.any():
             return budget
@@ -408,7 +409,8 @@ class Scheduler:
         hit = self.kv.find_prefix(request)
         want = request.num_known - hit.num_tokens
         count = first_chunk(want, left, self.limits, max_chunk=self.kv.snapshot_tokens, cost=request.token_cost)
-        row, end = self._batch.next_free(), hit.num_tokens + count
+        row = self._batch.next_free()
+        end = hit.num_tokens + count
         # Leave one block per running request where they grow: without it the new request would soon be preempted, or
         # preempt others.
         if not count:
@@ -437,7 +439,10 @@ class Scheduler:
         return count
 
     def _plan(self, budget: TokenBudget, starts: list[RowStart]) -> StepPlan:
-        batch, rows, counts, drafts = self._batch, budget.rows, budget.tokens, budget.drafts
+        batch = self._batch
+        rows = budget.rows
+        counts = budget.tokens
+        drafts = budget.drafts
         context = batch.computed[rows]
         end = context + counts
         samples: Bool = (end if drafts is None else end - drafts) == batch.total[rows]
@@ -525,7 +530,9 @@ class Scheduler:
         self._recompiles += result.recompiles
         failures = self._fail_late() if self._num_masked else []
         live = plan.samples & (self._batch.epoch[plan.rows] == step.epochs)
-        requests, sampled, drafts = step.requests, result.token_ids, None
+        requests = step.requests
+        sampled = result.token_ids
+        drafts = None
         if step.void:
             sampled = sampled.copy()
             sampled[step.void] = -1
@@ -666,7 +673,8 @@ def split_budget(
     want = (total - batch.computed[rows]) * (total < batch.limit[rows])
     if (want == 1).all():
         return TokenBudget(rows, want)
-    single, longer = rows[want == 1], rows[want > 1]
+    single = rows[want == 1]
+    longer = rows[want > 1]
     want = want[want > 1]
     if limits.long_prefill_token_threshold:
         want = np.minimum(want, limits.long_prefill_token_threshold)
@@ -786,7 +794,8 @@ def _detailed_output(
 
     Prompt logprobs and the schedule time go out with the first output.
     """
-    prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+    prompt_logprobs = request.prompt_logprobs
+    request.prompt_logprobs = None
     request.has_token_only = request.is_plain
     token = tokens[-1]
     stopped = status is RequestStatus.FINISHED_STOPPED and token not in request.eos_token_ids

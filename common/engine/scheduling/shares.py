@@ -12,10 +12,12 @@ class Shares(Generic[Owner]):
     """The number of entries and the bytes of each owner (API key). `max_count`, `max_bytes`: of all together."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
-        self.max_count, self.max_bytes = max_count, max_bytes
+        self.max_count = max_count
+        self.max_bytes = max_bytes
         self._counts: Counter[Owner] = Counter()
         self._bytes: Counter[Owner] = Counter()
-        self.count, self.bytes = 0, 0
+        self.count = 0
+        self.bytes = 0
 
     def add(self, owner: Owner, *, count: int = 0, size: int = 0) -> None:
         """Count what an owner stores from now on; negative for what is removed."""

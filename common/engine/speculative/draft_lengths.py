@@ -40,12 +40,14 @@ class DraftLengths:
 
     def __init__(self, max_num_seqs: int, step_cost: int, disable_by_batch_size: int | None = None) -> None:
         """`step_cost`: c, in tokens. `disable_by_batch_size`: no drafts with this many running sequences or more."""
-        self._step_cost, self._most_seqs = step_cost, disable_by_batch_size
+        self._step_cost = step_cost
+        self._most_seqs = disable_by_batch_size
         self._right = np.zeros(max_num_seqs)  # discounted number of accepted drafts, by row
         self._tried = np.zeros(max_num_seqs)  # the same of those whose predecessors were all accepted
         self._probed = np.zeros(max_num_seqs, np.int32)  # length of the sequence when its drafts were last reported
         self._epochs = np.zeros(max_num_seqs, np.int64)
-        self._all_right, self._all_tried = _FIRST_RIGHT, _FIRST_TRIED
+        self._all_right = _FIRST_RIGHT
+        self._all_tried = _FIRST_TRIED
 
     def paying(self, batch: RunningBatch, rows: Int32, most: int) -> Int32:
         """Return how many drafts [n] pay in each of `rows` [n], all that run, at most `most`."""

@@ -34,7 +34,8 @@ class NgramProposer(Proposer):
 
     def propose(self, contexts: Sequence[DraftContext]) -> PaddedGuesses:
         request_ids, prompts, outputs, drafts, wanted = zip(*contexts)
-        table, numbers = self._table, self._numbers(request_ids, prompts)
+        table = self._table
+        numbers = self._numbers(request_ids, prompts)
         known = table.lengths(numbers) - _sizes(prompts)
         table.extend(numbers, *_from(outputs, known))
         lengths = table.write_drafts(numbers, *_from(drafts, np.zeros_like(known)))

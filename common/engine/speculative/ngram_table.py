@@ -44,7 +44,8 @@ class NgramTable:
 
     def __init__(self, shortest: int, longest: int) -> None:
         """Of the last `shortest` to `longest` tokens the longest match is found."""
-        self._shortest, self._longest = shortest, longest
+        self._shortest = shortest
+        self._longest = longest
         self._tokens, self._heads, self._previous = (np.zeros(0, np.int32) for _ in range(3))
         self._used = 0  # of the arrays
         self._free: dict[int, list[int]] = {}  # logarithm of the size -> first indices of regions
@@ -65,7 +66,9 @@ class NgramTable:
         number = self._numbers.pop()
         bits = max(_MIN_BITS, (len(tokens) + 1).bit_length())
         first = self._take(bits)
-        self._first[number], self._bits[number], self._lengths[number] = first, bits, len(tokens)
+        self._first[number] = first
+        self._bits[number] = bits
+        self._lengths[number] = len(tokens)
         self._tokens[first : first + len(tokens)] = tokens
         embedded = np.flatnonzero(tokens == EMBEDDED)
         self._clean_from[number] = embedded[-1] + 1 if len(embedded) else 0
@@ -107,13 +110,15 @@ class NgramTable:
 
         `lengths` [n]: of the texts with their drafts.
         """
-        first, places = self._first[numbers], np.arange(1, self._longest + 1)
+        first = self._first[numbers]
+        places = np.arange(1, self._longest + 1)
         flat = first + lengths
         tails = self._tokens[flat[:, None] - places]  # [n, longest], the last token first
         reach = np.minimum(lengths, self._longest)
         ends = self._heads[first + self._entries(self._hash(flat), self._bits[numbers])].astype(np.int64)
         ends[lengths < self._shortest] = 0
-        best, best_ends = np.zeros_like(lengths), np.zeros_like(lengths)
+        best = np.zeros_like(lengths)
+        best_ends = np.zeros_like(lengths)
         active = np.flatnonzero(ends)
         ends = ends[active]
         for _ in range(_LINKS):
@@ -125,10 +130,12 @@ class NgramTable:
             matched = np.minimum(matched, np.minimum(ends, reach[active]))
             better = (matched >= self._shortest) & (matched > best[active])
             improved = active[better]
-            best[improved], best_ends[improved] = matched[better], ends[better]
+            best[improved] = matched[better]
+            best_ends[improved] = ends[better]
             ends = self._previous[own].astype(np.int64)
             going_on = (ends > 0) & (best[active] < self._longest)
-            active, ends = active[going_on], ends[going_on]
+            active = active[going_on]
+            ends = ends[going_on]
         return best_ends
 
     def continuations(self, numbers: Index, ends: Index, lengths: Index, width: int) -> Int32:
@@ -171,7 +178,8 @@ class NgramTable:
         if free := self._free.get(bits):
             first = free.pop()
         else:
-            first, self._used = self._used, self._used + size
+            first = self._used
+            self._used = self._used + size
             if self._used > len(self._tokens):
                 grown = max(self._used, 2 * len(self._tokens)) - len(self._tokens)
                 columns = self._tokens, self._heads, self._previous
@@ -183,7 +191,9 @@ class NgramTable:
 
     def _grow(self, number: int, needed: int) -> None:
         """Move a text to a region of at least twice its size."""
-        before, bits, length = int(self._first[number]), int(self._bits[number]), int(self._lengths[number])
+        before = int(self._first[number])
+        bits = int(self._bits[number])
+        length = int(self._lengths[number])
         self._free.setdefault(bits, []).append(before)
         tokens = self._tokens[before : before + length].copy()
         self._bits[number] = max(bits + 1, needed.bit_length())
@@ -193,7 +203,9 @@ class NgramTable:
 
     def _index(self, number: int, embedded: npt.NDArray[np.intp]) -> None:
         """Put every n-gram of a text, whose tokens `embedded` are EMBEDDED, at the heads of the region's chains."""
-        first, bits, length = int(self._first[number]), int(self._bits[number]), int(self._lengths[number])
+        first = int(self._first[number])
+        bits = int(self._bits[number])
+        length = int(self._lengths[number])
         ends = np.arange(self._shortest, length)
         if len(embedded):
             clean: Bool = np.searchsorted(embedded, ends) == np.searchsorted(embedded, ends - self._shortest)
@@ -202,9 +214,11 @@ class NgramTable:
             return
         entries = self._entries(self._hash(first + ends), np.full(len(ends), bits)).astype(np.int32)
         order = np.argsort(entries, kind="stable")  # of 32 bits: twice as fast as of 64
-        entries, ends = entries[order], ends[order]
+        entries = entries[order]
+        ends = ends[order]
         same = entries[1:] == entries[:-1]
-        begins, last = np.append(True, ~same), np.append(~same, True)
+        begins = np.append(True, ~same)
+        last = np.append(~same, True)
         self._previous[first + ends[1:][same]] = ends[:-1][same]
         self._previous[first + ends[begins]] = 0
         self._heads[first + entries[last]] = ends[last]

@@ -109,12 +109,14 @@ class Drafter(DraftPlanner):
     ) -> None:
         """`plans_ahead`: False where the proposer should know the tokens of a step with drafts first."""
         super().__init__(lengths, plans_ahead)
-        self._proposer, self._vocab = proposer, vocab
+        self._proposer = proposer
+        self._vocab = vocab
 
     def propose(self, batch: RunningBatch, rows: Int32, limits: Limits) -> None:
         """Set the drafts of the next step in the batch: of `rows`, all that run. Other rows have none."""
         room = self._room(batch, rows, limits)
-        rows, room = rows[room > 0], room[room > 0]
+        rows = rows[room > 0]
+        room = room[room > 0]
         inflight = batch.inflight[rows] > 0
         contexts = draft_contexts(batch, rows, room + inflight)
         batch.num_drafts[:] = 0
@@ -147,14 +149,17 @@ class Drafter(DraftPlanner):
         proposed = self._proposer.propose(contexts)
         tokens: Int32 | list[int]
         if isinstance(proposed, PaddedGuesses):
-            counts, places = proposed.counts.astype(np.int32), np.arange(proposed.tokens.shape[1])
+            counts = proposed.counts.astype(np.int32)
+            places = np.arange(proposed.tokens.shape[1])
             tokens = proposed.tokens[places < counts[:, None]]
-            least, most = tokens.min(initial=0), tokens.max(initial=0)
+            least = tokens.min(initial=0)
+            most = tokens.max(initial=0)
         else:
             proposals = [ids[: context.num_tokens] for ids, context in zip(proposed, contexts)]
             counts = np.fromiter(map(len, proposals), np.int32, len(contexts))
             tokens = list(chain.from_iterable(proposals))
-            least, most = min(tokens, default=0), max(tokens, default=0)
+            least = min(tokens, default=0)
+            most = max(tokens, default=0)
         padded = np.zeros((len(contexts), width), np.int32)
         if not 0 <= least <= most < self._vocab:
             self._turn_off(next(token for token in tokens if not 0 <= token < self._vocab))

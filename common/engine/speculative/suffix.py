@@ -46,7 +46,9 @@ class SuffixProposer(Proposer):
     """
 
     def __init__(self, max_depth: int, max_answers: int, factor: float, min_prob: float) -> None:
-        self._max_depth, self._factor, self._min_prob = max_depth, factor, min_prob
+        self._max_depth = max_depth
+        self._factor = factor
+        self._min_prob = min_prob
         self._texts: dict[str, TokenIndex] = {}
         self._past = PastAnswers(max_answers, _MAX_TOKENS)
 
@@ -101,7 +103,9 @@ class SuffixProposer(Proposer):
 
     def _likeliest(self, text: TokenIndex, ends: list[int], most: int) -> _Proposal:
         """Return the likeliest path from `ends`, whose tokens are each the most frequent one after those before."""
-        tokens, score, prob = text.tokens, 0.0, 1.0
+        tokens = text.tokens
+        score = 0.0
+        prob = 1.0
         path: list[int] = []
         while len(path) < most:
             depth = len(path)

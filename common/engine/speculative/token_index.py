@@ -30,7 +30,9 @@ def hashes_of(tail: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Return the hashes of the last `lengths[0]`, `lengths[1]`, ... tokens, an ascending list; fewer if `tail` is
     shorter.
     """
-    hashes, value, done = [], 0, 0
+    hashes = []
+    value = 0
+    done = 0
     for length in lengths:
         if length > len(tail):
             break
@@ -82,7 +84,9 @@ class TokenIndex:
 
         `hash`: of these tokens, see `hashes_of`. Follows a bounded number of links: old occurrences may be missed.
         """
-        length, tokens, previous = self._lengths[index], self.tokens, self._previous[index]
+        length = self._lengths[index]
+        tokens = self.tokens
+        previous = self._previous[index]
         end = self._heads[index][hash >> self._shift]
         gram = None
         for _ in range(_STEPS):
@@ -96,7 +100,8 @@ class TokenIndex:
 
     def match_length(self, end: int, tail: Sequence[int], least: int, most: int) -> int:
         """Return how many of the last tokens of `tail` stand before index `end`: `least` do, at most `most` count."""
-        tokens, most = self.tokens, min(most, end, len(tail))
+        tokens = self.tokens
+        most = min(most, end, len(tail))
         for length in range(least + 1, most + 1):
             if tokens[end - length] != tail[-length]:
                 return length - 1
@@ -111,7 +116,9 @@ class TokenIndex:
 
     def _link_few(self, start: int) -> None:
         """Add the n-grams that end before tokens from `start` on."""
-        tokens, lengths, longest = self.tokens, self._lengths, self._lengths[-1]
+        tokens = self.tokens
+        lengths = self._lengths
+        longest = self._lengths[-1]
         added = bytes(4 * (len(tokens) - start))
         for previous in self._previous:
             previous.frombytes(added)
@@ -133,7 +140,8 @@ class TokenIndex:
         if len(embedded):
             self._clean_from = int(embedded[-1]) + 1
         added = bytes(4 * (len(tokens) - start))
-        value, done = np.zeros(len(tokens) - start, np.uint64), 0
+        value = np.zeros(len(tokens) - start, np.uint64)
+        done = 0
         for length, own_heads, own_previous in zip(self._lengths, self._heads, self._previous):
             own_previous.frombytes(added)
             for offset in range(done + 1, length + 1):
@@ -144,7 +152,8 @@ class TokenIndex:
             slots: Int32 = (hashes[len(hashes) - len(ends) :] >> np.uint64(self._shift)).astype(np.int32)
             if len(embedded):
                 clean = np.searchsorted(embedded, ends) == np.searchsorted(embedded, ends - length)
-                ends, slots = ends[clean], slots[clean]
+                ends = ends[clean]
+                slots = slots[clean]
             if len(ends):
                 _chain(np.frombuffer(own_heads, np.int32), np.frombuffer(own_previous, np.int32), slots, ends)
 
@@ -159,9 +168,11 @@ def _shifted(tokens: Int32, start: int, offset: int) -> npt.NDArray[np.uint64]:
 def _chain(heads: Int32, previous: Int32, slots: Int32, ends: npt.NDArray[np.intp]) -> None:
     """Put `ends` [n > 0], ascending, at the heads of the chains of `slots` [n]."""
     order = np.argsort(slots, kind="stable")
-    slots, ends = slots[order], ends[order]
+    slots = slots[order]
+    ends = ends[order]
     same = slots[1:] == slots[:-1]
-    first, last = np.append(True, ~same), np.append(~same, True)
+    first = np.append(True, ~same)
+    last = np.append(~same, True)
     previous[ends[1:][same]] = ends[:-1][same]
     previous[ends[first]] = heads[slots[first]]
     heads[slots[last]] = ends[last]

@@ -35,7 +35,9 @@ class StepProfiler:
             raise RequestError("", "a profile is being taken; stop it first (POST /stop_profile, or stop_profile())")
         if not request.delay_iterations:
             self._begin(request)
-        self._request, self._steps, self._ended = request, 0, None
+        self._request = request
+        self._steps = 0
+        self._ended = None
 
     def stop(self) -> str:
         """Return the path of the trace: written now, or when `max_iterations` ended the profile.
@@ -45,14 +47,16 @@ class StepProfiler:
         """
         if self._request is not None:
             if not self._is_tracing:
-                delay, self._request = self._request.delay_iterations, None
+                delay = self._request.delay_iterations
+                self._request = None
                 raise RequestError(
                     "delay_iterations",
                     f"no trace was written: {self._steps} steps ran, of which the first {delay} are not traced; send "
                     "more requests before the stop, or lower delay_iterations",
                 )
             self._end(self._request)
-        ended, self._ended = self._ended, None
+        ended = self._ended
+        self._ended = None
         if ended is None:
             raise RequestError("", "no profile was started; start one first (POST /start_profile, or start_profile())")
         if isinstance(ended, RequestError):
@@ -71,7 +75,8 @@ class StepProfiler:
                 self._begin(request)
             except RequestError as error:
                 logger.error("%s", error)
-                self._request, self._ended = None, error
+                self._request = None
+                self._ended = error
                 return
         self._steps += 1
 
@@ -95,7 +100,8 @@ class StepProfiler:
 
     def _end(self, request: ProfileRequest) -> None:
         """Write the trace and keep its path, or the failure, for `stop`."""
-        self._request, self._is_tracing = None, False
+        self._request = None
+        self._is_tracing = False
         try:
             self._ended = str(self._tracer.stop())
             logger.info("trace of %d steps: %s", self._steps - request.delay_iterations, self._ended)

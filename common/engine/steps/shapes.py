@@ -30,7 +30,8 @@ class ShapeLadder:
         """
         if not 1 <= low <= high:
             raise ValueError(f"no ladder from {low} to {high}")
-        size, sizes = 1 << (low - 1).bit_length(), []
+        size = 1 << (low - 1).bit_length()
+        sizes = []
         while size < high:
             sizes.append(size)
             if fine_above is not None and size >= fine_above:
@@ -95,7 +96,8 @@ class StepShapes:
         `fine`: more numbers of tokens where the time of a step grows with them. Sequences that decode are padded at
         little cost: attention reads what they have.
         """
-        seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+        seqs = limits.max_num_seqs
+        tokens = limits.max_num_batched_tokens
         pages = -(-limits.max_model_len // limits.block_size)
         return cls(
             decode=ShapeLadder.between(min(MIN_ROWS, seqs), seqs, factor=factor),
@@ -114,7 +116,8 @@ class StepShapes:
     def single(cls, limits: Limits, groups: int) -> StepShapes:
         """Return the one shape of an engine that runs every step by the same program."""
         pages = -(-limits.max_model_len // limits.block_size)
-        tokens, seqs = ShapeLadder((limits.max_num_batched_tokens,)), ShapeLadder((limits.max_num_seqs,))
+        tokens = ShapeLadder((limits.max_num_batched_tokens,))
+        seqs = ShapeLadder((limits.max_num_seqs,))
         return cls(decode=ShapeLadder(()), tokens=tokens, rows=seqs, pages=ShapeLadder((pages,)), groups=groups)
 
     def shape_for(
@@ -125,7 +128,8 @@ class StepShapes:
         return replace(shape, adapted=adapted, guesses=self.guesses)
 
     def _shape_for(self, tokens: int, seqs: int, pages: int, decode_only: bool, drafts: bool) -> StepShape:
-        pages, width = self.pages.bucket_for(pages), self.width if drafts else 1
+        pages = self.pages.bucket_for(pages)
+        width = self.width if drafts else 1
         if decode_only and self.decode.sizes:
             rows = self.decode.bucket_for(seqs)
             return StepShape(rows, rows, pages, self.groups, True)

@@ -177,7 +177,8 @@ class TurnThreads(Generic[ResultT]):
 
     def __init__(self, threads: int, name: str, stack_bytes: int) -> None:
         self._pool = ThreadPoolExecutor(threads, name)
-        self._most_of_key, self._stack_bytes = max(1, threads - 1), stack_bytes
+        self._most_of_key = max(1, threads - 1)
+        self._stack_bytes = stack_bytes
         self._lock = threading.Lock()
         self._lines: OrderedDict[str, deque[tuple[Future[ResultT], Callable[[], ResultT]]]] = OrderedDict()
         self._running: Counter[str] = Counter()

@@ -55,7 +55,8 @@ def tag_format(value: str | Mapping[str, Any]) -> Format:
 
 
 def _of_structures(tag: Mapping[str, Any]) -> Format:
-    structures, triggers = tag.get("structures"), tag.get("triggers")
+    structures = tag.get("structures")
+    triggers = tag.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):
         raise refused("structural_tag needs structures and triggers, each a list")
     tags = []
@@ -161,7 +162,8 @@ class TagGrammar:
             re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
         )
         self._ids = special
-        self._schema, self._regex = schema, regex
+        self._schema = schema
+        self._regex = regex
         self._lines = [f"TEXT: /{ANY_TEXT}/"]
         self.others: dict[str, str] = {}
 
@@ -206,7 +208,8 @@ class TagGrammar:
         """Return an expression of a text, with special tokens by id."""
         if self._special is None:
             return quoted(text)
-        parts, end = [], 0
+        parts = []
+        end = 0
         for token in self._special.finditer(text):
             if token.start() > end:
                 parts.append(quoted(text[end : token.start()]))
@@ -243,7 +246,8 @@ class TagGrammar:
 
     def _triggered(self, part: Format) -> str:
         """Return an expression of text in which a trigger begins one of the tags."""
-        tags, once = part["tags"], part.get("stop_after_first", False)
+        tags = part["tags"]
+        once = part.get("stop_after_first", False)
         segments = []
         for trigger in part["triggers"]:
             matching = [tag for tag in tags if tag["begin"].startswith(trigger)]

@@ -72,7 +72,8 @@ class ReasoningState:
             continues = token in self.openings
             self._tail += (token,)
             if self._tail in self._thinking.starts:
-                self.phase, self._tail = Phase.THINKING, ()
+                self.phase = Phase.THINKING
+                self._tail = ()
             elif not continues:
                 self.phase = Phase.OVER
             return
@@ -105,7 +106,9 @@ class TokenMaskState:
         self.bits: Bits | None = None  # uint32 [ceil(V/32)] the tokens that may come next; None: any
         self.error: str | None = None  # why no token may come next; the answer must end
         self.finished = False  # the grammar accepted a token that ends it
-        self._rules, self.vocab, self._ends = rules, vocab, tuple(ends)
+        self._rules = rules
+        self.vocab = vocab
+        self._ends = tuple(ends)
         self._in_grammar = thinking is not None and thinking.in_grammar
         self._reasoning = ReasoningState(thinking)
         self._accepted = 0  # tokens of a possible start sequence that the grammar accepted, too

@@ -111,7 +111,8 @@ def xgrammar_text(params: StructuredOutputsParams) -> str:
     if params.whitespace_pattern is not None:
         raise refused("whitespace_pattern needs a server whose structured output runs on guidance; leave it out")
     kind, text = _source(params)
-    any_whitespace, closed = not params.disable_any_whitespace, params.disable_additional_properties
+    any_whitespace = not params.disable_any_whitespace
+    closed = params.disable_additional_properties
     return msgspec.json.encode(Source(kind, text, any_whitespace, closed)).decode()
 
 

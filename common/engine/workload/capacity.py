@@ -88,7 +88,8 @@ class ServiceTarget:
         tpot = (finish - first)[several] / (outputs[several] - 1)
         times = {"ttft": first - arrived, "tpot": tpot if len(tpot) else np.zeros(1), "e2el": finish - arrived}
         seconds = float(finish.max() - arrived[0])
-        third, waits = -(-len(outputs) // 3), times["ttft"]
+        third = -(-len(outputs) // 3)
+        waits = times["ttft"]
         growth = float(waits[-third:].mean() - waits[:third].mean())
         allowed = max(_GROWTH * float(arrived[-1] - arrived[0]), float(np.median(waits)))
         return LoadMeasures(

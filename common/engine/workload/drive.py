@@ -117,7 +117,8 @@ def drive(
     every: list[RequestTimes] = []
     running: dict[str, RequestTimes] = {}
     room = math.inf if max_concurrency is None else max_concurrency
-    free, steps = room, 0  # places under the limit while the newest step ran; steps so far
+    free = room  # places under the limit while the newest step ran; steps so far
+    steps = 0
     while waiting or running:
         while waiting and len(running) < room and waiting[0].at <= clock.now:
             arrival = waiting.popleft()
@@ -145,7 +146,8 @@ def drive(
             continue
         free = room - len(running)
         outputs = core.step().outputs
-        now, steps = clock.now, steps + 1
+        now = clock.now
+        steps = steps + 1
         for output in outputs:
             times = running[output.request_id]
             _record(times, output, now)

@@ -72,7 +72,8 @@ def leading_dense(config: HfConfig, moe: Callable[[], Moe], default: int, *, bia
 
     `moe` reads the keys of the mixtures, which mean nothing if all layers are dense. `bias`: of the dense ones.
     """
-    layers, first = config.size("num_hidden_layers"), config.opt("first_k_dense_replace", int, default)
+    layers = config.size("num_hidden_layers")
+    first = config.opt("first_k_dense_replace", int, default)
     config.expect("moe_layer_freq", 1)
     kinds = config.opt("mlp_layer_types", list, ["dense" if layer < first else "sparse" for layer in range(layers)])
     if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
@@ -87,8 +88,10 @@ def leading_dense(config: HfConfig, moe: Callable[[], Moe], default: int, *, bia
 
 def sparse_steps(config: HfConfig, moe: Moe) -> list[Ffn]:
     """Return the ffn of each layer: a mixture every `decoder_sparse_step`, except in `mlp_only_layers`."""
-    layers, dense = config.size("num_hidden_layers"), gated_mlp(config)
-    mlp_only, step = config.opt("mlp_only_layers", list, []), config.opt_size("decoder_sparse_step", 1)
+    layers = config.size("num_hidden_layers")
+    dense = gated_mlp(config)
+    mlp_only = config.opt("mlp_only_layers", list, [])
+    step = config.opt_size("decoder_sparse_step", 1)
     return [dense if layer in mlp_only or (layer + 1) % step else moe for layer in range(layers)]
 
 
@@ -97,7 +100,8 @@ def routed_moe(config: HfConfig, router: Router, shared: int = 0) -> Moe:
 
     `shared`: the family's default.
     """
-    dense, width = gated_mlp(config), config.size("moe_intermediate_size")
+    dense = gated_mlp(config)
+    width = config.size("moe_intermediate_size")
     shared = config.opt("n_shared_experts", int, shared)
     return Moe(
         config.size("n_routed_experts"),

@@ -138,7 +138,8 @@ class Attention:
 
     def work(self) -> MixerWork:
         """Return the cost of q.k and of the weighted values of all heads, and of the scores of blocks."""
-        pair, span = 2 * self.heads * (self.head_dim + self.value_width), self.window or self.seen_chunks
+        pair = 2 * self.heads * (self.head_dim + self.value_width)
+        span = self.window or self.seen_chunks
         own = MixerWork(pair, pair, self.kv_heads * (self.head_dim + self.value_width), self.kv_heads, span)
         if self.blocks is None:
             return own
@@ -148,7 +149,9 @@ class Attention:
 
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""
-        q, kv, out = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.heads * self.value_width
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
+        out = self.heads * self.value_width
         inputs = self.input_width(width)
         yield from linear_params("q", q, inputs, "ND", self.qkv_bias, self.heads)
         if self.output_gate:

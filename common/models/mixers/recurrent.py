@@ -58,7 +58,9 @@ class GatedDelta:
 
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""
-        keys, values, groups = self.key_heads * self.key_dim, self.value_heads * self.value_dim, self.key_heads
+        keys = self.key_heads * self.key_dim
+        values = self.value_heads * self.value_dim
+        groups = self.key_heads
         yield from linear_params("q", keys, width, "KD", groups=groups)
         yield from linear_params("k", keys, width, "KD", groups=groups)
         yield from linear_params("v", values, width, "ND", groups=groups)
@@ -129,7 +131,8 @@ class Mamba2:
 
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the caches kept per sequence: the last inputs of the convolution, then the states of all heads."""
-        elements, states = self.tail_elements + self.width * self.state_dim, self.groups * self.state_dim
+        elements = self.tail_elements + self.width * self.state_dim
+        states = self.groups * self.state_dim
         return (StateCache(elements, 2 * states * (self.taps - 1), self.groups),)
 
     def work(self) -> MixerWork:

@@ -46,7 +46,8 @@ def generation_config(file: GgufFile) -> Config:
     metadata = file.metadata
     named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     ends = dict.fromkeys(token for token in named if isinstance(token, int))
-    tokens, types = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    types = metadata.get("tokenizer.ggml.token_type", [])
     control = {tokens[i]: i for i, kind in enumerate(types) if kind == _CONTROL and tokens[i] in _END_OF_MESSAGE}
     if control.keys() >= _HARMONY:
         control.pop("<|end|>", None)  # ends one of several messages of a turn

@@ -179,7 +179,8 @@ class GgufCheckpoint:
         own = self._stored_scales(name)
         if partner is None:
             return own
-        one, other = np.ones(1, np.float32), self._stored_scales(partner)
+        one = np.ones(1, np.float32)
+        other = self._stored_scales(partner)
         if not np.array_equal(one if own is None else own, one if other is None else other):
             raise WeightError(f"{self.file.path}: tensors {name} and {partner} have different scales; convert it again")
         return own

@@ -24,7 +24,8 @@ def decoder(
 
     `bidirectional`: tokens may attend to later ones.
     """
-    width, heads = metadata.need("embedding_length", int), metadata.need("attention.head_count", int)
+    width = metadata.need("embedding_length", int)
+    heads = metadata.need("attention.head_count", int)
     if not heads:
         raise ModelError(f"{metadata.file.path}: metadata attention.head_count is 0")
     head_dim = metadata.opt("attention.key_length", int, width // heads)

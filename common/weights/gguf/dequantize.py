@@ -126,7 +126,8 @@ def half(blocks: Bytes, offset: int) -> Floats:
 
 def nibbles(quants: Bytes, out: npt.NDArray[Any], fifth_bit: Bytes | None = None) -> None:
     """Unpack 16 bytes to 32 numbers: low nibbles, then high nibbles; `fifth_bit`: 32 packed bits for bit 4."""
-    low, high = quants & 15, quants >> 4
+    low = quants & 15
+    high = quants >> 4
     if fifth_bit is not None:
         bits = np.unpackbits(fifth_bit, axis=1, bitorder="little") << 4
         low |= bits[:, :16]
@@ -141,7 +142,8 @@ def nibble_pairs(quants: Bytes) -> Bytes:
 
 
 def nvfp4_codes(blocks: Bytes, out: npt.NDArray[Any]) -> None:
-    quants, codes = blocks[:, 4:36].reshape(-1, 4, 8), out.reshape(-1, 4, 2, 8)
+    quants = blocks[:, 4:36].reshape(-1, 4, 8)
+    codes = out.reshape(-1, 4, 2, 8)
     codes[:, :, 0] = quants & 15
     codes[:, :, 1] = quants >> 4
 
@@ -153,7 +155,8 @@ def nvfp4_scales(blocks: Bytes) -> Floats:
 
 def _unsigned_e4m3() -> Floats:
     bits = np.arange(256, dtype=np.uint8)
-    exponents, mantissas = (bits >> 3 & 15).astype(np.int32), (bits & 7).astype(np.float32)
+    exponents = (bits >> 3 & 15).astype(np.int32)
+    mantissas = (bits & 7).astype(np.float32)
     values = np.where(exponents == 0, np.ldexp(mantissas, -9), np.ldexp(1 + mantissas / 8, exponents - 7))
     values[0x7F] = 0
     return values.astype(np.float32)
@@ -164,20 +167,24 @@ UNSIGNED_E4M3: Final = _unsigned_e4m3()
 
 
 def q4_k_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
-    quants, numbers = blocks[:, 16:144].reshape(-1, 4, 32), out.reshape(-1, 4, 2, 32)
+    quants = blocks[:, 16:144].reshape(-1, 4, 32)
+    numbers = out.reshape(-1, 4, 2, 32)
     numbers[:, :, 0] = quants & 15
     numbers[:, :, 1] = quants >> 4
 
 
 def q5_k_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
-    high, quants, numbers = blocks[:, 16:48], blocks[:, 48:176].reshape(-1, 4, 32), out.reshape(-1, 4, 2, 32)
+    high = blocks[:, 16:48]
+    quants = blocks[:, 48:176].reshape(-1, 4, 32)
+    numbers = out.reshape(-1, 4, 2, 32)
     for pair in range(4):
         numbers[:, pair, 0] = (quants[:, pair] & 15) | (high >> 2 * pair & 1) << 4
         numbers[:, pair, 1] = quants[:, pair] >> 4 | (high >> 2 * pair + 1 & 1) << 4
 
 
 def q6_k_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
-    low, high = blocks[:, :128].reshape(-1, 2, 2, 32), blocks[:, 128:192].reshape(-1, 2, 32)
+    low = blocks[:, :128].reshape(-1, 2, 2, 32)
+    high = blocks[:, 128:192].reshape(-1, 2, 32)
     quants = np.empty((len(blocks), 2, 4, 32), np.uint8)
     np.bitwise_and(low, 15, out=quants[:, :, :2])
     np.right_shift(low, 4, out=quants[:, :, 2:])
@@ -193,7 +200,9 @@ def q6_k_scales(blocks: Bytes) -> Floats:
 
 def scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
     """Return eight 6-bit scales and minima of a K block (bytes 4 to 16) times its two float16 factors, [n, 8] each."""
-    first, second, packed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    first = blocks[:, 4:8]
+    second = blocks[:, 8:12]
+    packed = blocks[:, 12:16]
     scales = np.concatenate([first & 63, (packed & 15) | (first >> 2 & 48)], axis=1)
     minima = np.concatenate([second & 63, packed >> 4 | (second >> 2 & 48)], axis=1)
     return half(blocks, 0) * scales.astype(np.float32), half(blocks, 2) * minima.astype(np.float32)

@@ -31,7 +31,9 @@ _MAX_ELEMENTS = 1 << 48  # of a dimension, for those beside a dimension of none
 SPLIT_NAME: Final = re.compile(r"-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
 """End of the name of one part of a split model."""
 
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_STRING = 8
+_ARRAY = 9
+_BOOL = 7
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", _BOOL: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
 
@@ -79,7 +81,8 @@ class GgufFile:
         return QuantizedTensor(Blocks(self.tensors[name].type), data, np.empty(0, np.float32), ())
 
     def _bytes(self, name: str) -> npt.NDArray[np.uint8]:
-        part, info = self._parts[name], self.tensors[name]
+        part = self._parts[name]
+        info = self.tensors[name]
         if not can_dequantize(info.type):
             raise WeightError(f"{part.path}: tensor {name}: type {info.type.name} cannot be dequantised")
         return part.data[info.offset : info.offset + info.size]
@@ -160,11 +163,13 @@ class _Reader:
         return result
 
     def _check_extents(self, tensors: Mapping[str, GgufTensor]) -> None:
-        position, previous = 0, ""
+        position = 0
+        previous = ""
         for info in sorted(tensors.values(), key=lambda info: info.offset):
             if info.offset < position:
                 raise WeightError(f"{self._path}: corrupt: tensor {info.name} overlaps {previous}")
-            position, previous = info.offset + info.size, info.name
+            position = info.offset + info.size
+            previous = info.name
         if position > self._file_size:
             raise WeightError(
                 f"{self._path}: truncated: expected at least {position} bytes, the file has {self._file_size}; "
@@ -177,7 +182,8 @@ class _Reader:
         if num_dims > _MAX_DIMS:
             raise WeightError(f"{self._path}: corrupt: tensor {name} has {num_dims} dimensions")
         shape = tuple(self._scalar("<Q") for _ in range(num_dims))[::-1]
-        number, offset = self._scalar("<I"), self._scalar("<Q")
+        number = self._scalar("<I")
+        offset = self._scalar("<Q")
         kind = block_type(number)
         if kind is None:
             raise WeightError(f"{self._path}: tensor {name}: type number {number} is unknown to this version")
@@ -210,7 +216,9 @@ class _Reader:
 
     def _strings(self, count: int) -> list[str]:
         # Start-up hot loop (two strings per vocabulary entry): bounds are checked by unpack_from and once at the end.
-        buffer, at, length_of = self._buffer, self._at, struct.Struct("<Q").unpack_from
+        buffer = self._buffer
+        at = self._at
+        length_of = struct.Struct("<Q").unpack_from
         result = []
         try:
             for _ in range(count):

@@ -62,7 +62,8 @@ def _signed_bytes(blocks: Bytes, out: npt.NDArray[Any]) -> None:
 
 
 def _q2_k_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
-    quants, numbers = blocks[:, 16:80].reshape(-1, 2, 32), out.reshape(-1, 2, 4, 32)
+    quants = blocks[:, 16:80].reshape(-1, 2, 32)
+    numbers = out.reshape(-1, 2, 4, 32)
     for quarter in range(4):
         numbers[:, :, quarter] = (quants >> 2 * quarter & 3) + _INT4_ZERO
 
@@ -73,7 +74,9 @@ def _q2_k_offsets(blocks: Bytes) -> Floats:
 
 def _q3_k_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
     """-4 to 3, of which the higher ones have the third bit."""
-    high, low, numbers = blocks[:, None, :32], blocks[:, 32:96].reshape(-1, 2, 32), out.reshape(-1, 2, 4, 32)
+    high = blocks[:, None, :32]
+    low = blocks[:, 32:96].reshape(-1, 2, 32)
+    numbers = out.reshape(-1, 2, 4, 32)
     halves = np.arange(2, dtype=np.uint8)[:, None] * 4
     for quarter in range(4):
         numbers[:, :, quarter] = (low >> 2 * quarter & 3) + ((high >> halves + quarter & 1) << 2) + (_INT4_ZERO - 4)
@@ -81,7 +84,8 @@ def _q3_k_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
 
 def _q3_k_scales(blocks: Bytes) -> Floats:
     """6 bits each: the lower 4 of all, then the upper 2."""
-    first, last = blocks[:, 96:104], blocks[:, 104:108]
+    first = blocks[:, 96:104]
+    last = blocks[:, 104:108]
     low = np.concatenate((first & 15, first >> 4), 1)
     high = np.concatenate([last >> 2 * quarter & 3 for quarter in range(4)], 1)
     scales: Floats = half(blocks, 108) * ((low | high << 4).astype(np.float32) - 32)
@@ -100,7 +104,8 @@ def _tq1_0_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
 
 
 def _tq2_0_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
-    quants, numbers = blocks[:, :64].reshape(-1, 2, 32), out.reshape(-1, 2, 4, 32)
+    quants = blocks[:, :64].reshape(-1, 2, 32)
+    numbers = out.reshape(-1, 2, 4, 32)
     for quarter in range(4):
         numbers[:, :, quarter] = (quants >> 2 * quarter & 3) + (_INT4_ZERO - 1)
 
@@ -142,7 +147,8 @@ def _powers(blocks: Bytes) -> Floats:
     return powers
 
 
-_INT4, _INT8 = Int4((1, 32)), Int8((1, 32))
+_INT4 = Int4((1, 32))
+_INT8 = Int8((1, 32))
 _INT4_16: Final = Int4((1, 16))
 _FORMATS: Final[Mapping[str, GroupFormat]] = {
     "Q4_0": GroupFormat(_INT4, lambda b, out: nibbles(b[:, 2:18], out), lambda b: half(b, 0), 4, _INT4_ZERO),

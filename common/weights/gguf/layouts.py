@@ -126,7 +126,8 @@ class TensorLayout:
     def keeps_blocks(self, name: str, kinds: Iterable[BlockType]) -> bool:
         """Whether `restore` yields blocks of a tensor of blocks. `kinds`: its type, and its partner's."""
         _, inner, suffix = _parts(name)
-        change, join = self.changes.get(inner), self.joined.get(inner)
+        change = self.changes.get(inner)
+        join = self.joined.get(inner)
         if suffix == "bias" or not (change is None or isinstance(change, RowChange)) or self.shifts_norm(name):
             return False
         return len(set(kinds)) == 1 and (join is None or join.of_blocks is not None)
@@ -177,7 +178,8 @@ def _parts(name: str) -> tuple[str, str, str]:
     """`blk.N.` (empty outside blocks), the stem after it, and the suffix (empty if it has none)."""
     stem, _, suffix = name.rpartition(".")
     if suffix not in ("weight", "bias"):
-        stem, suffix = name, ""
+        stem = name
+        suffix = ""
     if not stem.startswith("blk."):
         return "", stem, suffix
     block, index, inner = stem.split(".", 2)

@@ -145,7 +145,8 @@ def rope(metadata: Metadata, head_dim: int, default_theta: float = 10000.0, *, p
     dim = metadata.opt("rope.dimension_count", int, head_dim)
     if dim != head_dim and not partial:
         raise ModelError(f"{metadata.file.path}: rotary positions on a part of each head are not supported here")
-    scaling, factors = _scaling(metadata), _frequency_factors(metadata)
+    scaling = _scaling(metadata)
+    factors = _frequency_factors(metadata)
     if scaling and factors:
         raise ModelError(f"{metadata.file.path}: both rope.scaling and rope_freqs.weight scale the rotary positions")
     scaling = scaling or factors
@@ -217,7 +218,8 @@ def _frequency_factors(metadata: Metadata) -> Config | None:
 def _llama3_factors(pairs: int, theta: float, scaling: Config) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Frequency divisors that llama.cpp's converter writes for Llama 3.1's scaling, float64 [pairs]."""
     wavelength = 2 * np.pi * theta ** (np.arange(pairs) / pairs)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     smooth = (scaling["original_max_position_embeddings"] / wavelength - low) / (high - low)
     smooth = np.clip(smooth, 0.0, 1.0)
     result: np.ndarray[Any, np.dtype[np.float64]] = 1 / ((1 - smooth) / scaling["factor"] + smooth)

@@ -152,8 +152,10 @@ def _read_config(path: Path, max_rank: int) -> _Config:
     for key, value in values.items():
         if key not in _HARMLESS and value:
             raise fail(key, "is not supported; merge the adapter into the checkpoint")
-    rank, ranks = values.get("r", 8), values.get("rank_pattern") or {}
-    alpha, alphas = values.get("lora_alpha", 8), values.get("alpha_pattern") or {}
+    rank = values.get("r", 8)
+    ranks = values.get("rank_pattern") or {}
+    alpha = values.get("lora_alpha", 8)
+    alphas = values.get("alpha_pattern") or {}
     if not isinstance(ranks, dict) or not all(_is_rank(each) for each in (rank, *ranks.values())):
         raise fail("r", f"{rank!r} with rank_pattern {ranks!r}: ranks are positive integers")
     if not isinstance(alphas, dict) or not all(isinstance(each, int | float) for each in (alpha, *alphas.values())):
@@ -213,7 +215,8 @@ def _factors(module: str, tensors: dict[str, Float32]) -> tuple[Float32, Float32
     first, second = (f"{_EMBEDDING}A", f"{_EMBEDDING}B") if embedding else ("lora_A", "lora_B")
     if tensors.keys() != {first, second}:
         raise ModelError(f"module {module}: {first} or {second} is missing")
-    a, b = tensors[first], tensors[second]
+    a = tensors[first]
+    b = tensors[second]
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
         raise ModelError(f"module {module}: {first} {list(a.shape)} and {second} {list(b.shape)} are not factors")
     return a, b, embedding
@@ -236,7 +239,8 @@ class _Builder:
     """Collects the matrices of parameters."""
 
     def __init__(self, base: BaseModel) -> None:
-        self._base, self._known = base, dict(base.params) | dict(base.adaptable)
+        self._base = base
+        self._known = dict(base.params) | dict(base.adaptable)
         self._dense: dict[str, LowRank] = {}
         self._experts: dict[str, dict[int, LowRank]] = {}
 
@@ -320,15 +324,19 @@ def _checked(module: str, param: Param, shape: tuple[int, ...], a: Float32, b: F
 
 
 def _padded(factors: LowRank, rank: int) -> LowRank:
-    more, stack = (0, rank - factors.a.shape[-2]), ((0, 0),) * (factors.a.ndim - 2)
-    a, b = np.pad(factors.a, (*stack, more, (0, 0))), np.pad(factors.b, (*stack, (0, 0), more))
+    more = (0, rank - factors.a.shape[-2])
+    stack = ((0, 0),) * (factors.a.ndim - 2)
+    a = np.pad(factors.a, (*stack, more, (0, 0)))
+    b = np.pad(factors.b, (*stack, (0, 0), more))
     return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b))
 
 
 def _stacked(param: Param, experts: Mapping[int, LowRank], rank: int) -> LowRank:
     """Return the factors of all experts; those without are zero."""
     count, rows, columns = param.shape
-    a, b = np.zeros((count, rank, columns), np.float32), np.zeros((count, rows, rank), np.float32)
+    a = np.zeros((count, rank, columns), np.float32)
+    b = np.zeros((count, rows, rank), np.float32)
     for expert, factors in experts.items():
-        a[expert], b[expert] = factors.a, factors.b
+        a[expert] = factors.a
+        b[expert] = factors.b
     return LowRank(a, b)

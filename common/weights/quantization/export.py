@@ -83,7 +83,9 @@ def write_quantized(
     experts in one tensor, which the format does not have, or a model without a matrix to quantise.
     """
     rounding = _Rounding.of(method, params)
-    writer, quantised, ignored = _ShardWriter(folder, shard_bytes), [], ["lm_head"]
+    writer = _ShardWriter(folder, shard_bytes)
+    quantised = []
+    ignored = ["lm_head"]
     for name, value in tensors:
         module = name.removesuffix(_WEIGHT)
         use = uses(name)
@@ -198,7 +200,8 @@ class _ShardWriter:
     """Writes tensors into numbered safetensors files and their index."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
-        self._folder, self._limit = folder, shard_bytes
+        self._folder = folder
+        self._limit = shard_bytes
         self._waiting: dict[str, Array] = {}
         self._bytes = 0
         self._shards: list[list[str]] = []
@@ -214,7 +217,8 @@ class _ShardWriter:
         self._shards.append(list(self._waiting))
         write_safetensors(self._path(len(self._shards)), self._waiting)
         self.num_bytes += self._bytes
-        self._waiting, self._bytes = {}, 0
+        self._waiting = {}
+        self._bytes = 0
 
     def _path(self, number: int) -> Path:
         return self._folder / f"model-{number:05d}.safetensors"

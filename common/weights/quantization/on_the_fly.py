@@ -163,7 +163,8 @@ def rounded_int4(array: Array, group: int, *, symmetric: bool) -> QuantizedTenso
     `group` divides I. Of several scales and zero points per group those with the smallest squared error count; the
     error of the group's sum counts beside those of its values. Scales are bfloat16.
     """
-    rows, rounding = max(1, _CHUNK // array.shape[1]), _round_symmetric if symmetric else _round_asymmetric
+    rows = max(1, _CHUNK // array.shape[1])
+    rounding = _round_symmetric if symmetric else _round_asymmetric
     parts = [rounding(to_float32(array[start : start + rows]), group) for start in range(0, len(array), rows)]
     data, scales = (np.concatenate(each) for each in zip(*((part.data, part.scales) for part in parts)))
     offsets = [part.offsets for part in parts if part.offsets is not None]
@@ -215,7 +216,8 @@ def _round_int4(wide: Floats, group: int) -> _Rounded:
     than to their size (benchmarks/LOG). Step, zero point and offset are bfloat16.
     """
     grouped = wide.reshape(len(wide), -1, group)
-    low, high = np.minimum(grouped.min(-1), 0), np.maximum(grouped.max(-1), 0)
+    low = np.minimum(grouped.min(-1), 0)
+    high = np.maximum(grouped.max(-1), 0)
     step = _bfloat16((high - low) / np.float32(_HIGHEST))
     step = np.where(step > 0, step, np.float32(1))
     exact = grouped / step[..., None]
@@ -229,7 +231,8 @@ def _round_int4(wide: Floats, group: int) -> _Rounded:
 def _round_symmetric(wide: Floats, group: int) -> _Rounded:
     """Round to numbers -8 to 7 times the best of several scales per group."""
     best = _Best(wide.reshape(len(wide), -1, group))
-    high, low = best.exact.max(-1), best.exact.min(-1)
+    high = best.exact.max(-1)
+    low = best.exact.min(-1)
     for share in _SHARES:
         best.consider(np.maximum(high / 7, low / -8) * np.float32(share), np.float32(_MIDDLE))
     return _Rounded(_pairs(best.codes.reshape(wide.shape)), best.scales)
@@ -238,7 +241,8 @@ def _round_symmetric(wide: Floats, group: int) -> _Rounded:
 def _round_asymmetric(wide: Floats, group: int) -> _Rounded:
     """Round to numbers 0 to 15 less a zero point 0 to 15, times a scale: the best of several of both per group."""
     best = _Best(wide.reshape(len(wide), -1, group))
-    high, low = np.maximum(best.exact.max(-1), 0), np.minimum(best.exact.min(-1), 0)
+    high = np.maximum(best.exact.max(-1), 0)
+    low = np.minimum(best.exact.min(-1), 0)
     for share in _SHARES:
         step = (high - low) / np.float32(_HIGHEST) * np.float32(share)
         middle = _HIGHEST / np.float32(2) - (high + low) / np.float32(2) / np.where(step > 0, step, np.float32(1))
@@ -251,8 +255,10 @@ class _Best:
     """The best of the roundings of groups [O, groups, group] that were considered."""
 
     def __init__(self, exact: Floats) -> None:
-        self.exact, shape = exact, exact.shape[:2]
-        self.scales, self.zeros = np.ones(shape, np.float32), np.full(shape, _MIDDLE, np.float32)
+        self.exact = exact
+        shape = exact.shape[:2]
+        self.scales = np.ones(shape, np.float32)
+        self.zeros = np.full(shape, _MIDDLE, np.float32)
         self.codes = np.full(exact.shape, _MIDDLE, np.uint8)
         self._costs = np.full(shape, np.inf, np.float32)
 

@@ -216,10 +216,12 @@ class QuantizedTensor:
         )
         if isinstance(self.scheme, Blocks):
             return part
-        grouped, groups = [self.scales, *(() if self.offsets is None else (self.offsets,))], list(self.group_shape)
+        grouped = [self.scales, *(() if self.offsets is None else (self.offsets,))]
+        groups = list(self.group_shape)
         for axis, taken in enumerate(cut):
             start, stop, step = taken.indices(self.shape[axis])
-            size, before = groups[axis], (slice(None),) * axis
+            size = groups[axis]
+            before = (slice(None),) * axis
             if step > 1:
                 assert size == 1, "entries that take turns have scales of their own"
                 grouped = [each[(*before, taken)] for each in grouped]
@@ -276,7 +278,9 @@ class QuantizedTensor:
 
     def _spread(self) -> Floats:
         """Return number * scale + offset."""
-        scales, offsets, table = self.scales, self.offsets, self._table
+        scales = self.scales
+        offsets = self.offsets
+        table = self._table
         values = to_float32(self.data) if table is None else table[self.data].reshape(self.shape)
         whole = scales.shape[-1] * self.group_shape[-1] == self.shape[-1]
         if whole and set(self.group_shape[:-1]) == {1}:
@@ -319,7 +323,9 @@ def stack(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
 def _stacked(arrays: Sequence[Array]) -> Array:
     """Return arrays of equal shapes along a new first axis: a view if they follow each other in memory."""
     first = arrays[0]
-    start, size, whole = first.ctypes.data, first.nbytes, first.base
+    start = first.ctypes.data
+    size = first.nbytes
+    whole = first.base
     follow = whole is not None and all(
         array.base is whole and array.flags.c_contiguous and array.ctypes.data == start + number * size
         for number, array in enumerate(arrays)
@@ -354,7 +360,8 @@ def concatenate(parts: Sequence[Value]) -> Value:
     if len(sizes) == 1 and not any(len(part.data) % part.group_shape[0] for part in quantised[:-1]):
         rows = first.group_shape[0]
     else:
-        rows, quantised = 1, [_scale_per_row(part) for part in quantised]
+        rows = 1
+        quantised = [_scale_per_row(part) for part in quantised]
     return replace(
         first,
         data=np.concatenate([part.data for part in quantised]),
@@ -368,7 +375,8 @@ def concatenate(parts: Sequence[Value]) -> Value:
 
 def _scale_per_row(part: QuantizedTensor, rows: npt.NDArray[np.integer[Any]] | slice = slice(None)) -> QuantizedTensor:
     """Return the same values of these rows, each with a scale of its own."""
-    size, extent = part.group_shape[0], part.shape[0]
+    size = part.group_shape[0]
+    extent = part.shape[0]
     scales, offsets = (
         None if each is None else np.repeat(each, size, 0)[:extent][rows] for each in (part.scales, part.offsets)
     )

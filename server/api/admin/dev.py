@@ -51,7 +51,8 @@ async def abort_requests(request: Request) -> Response:
     """Abort the requests in `request_ids`, given by response id or by the request id that the client sent."""
     state = server_of(request)
     body = await read_body(request, AbortRequest, state.config)
-    ids, llm = set(body.request_ids), state.llm()
+    ids = set(body.request_ids)
+    llm = state.llm()
     await llm.abort([each for each in llm.request_ids if ids & _client_ids(each)])
     return Response(status_code=200)
 

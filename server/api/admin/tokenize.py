@@ -115,7 +115,8 @@ async def detokenize(request: Request) -> dict[str, Any]:
     state = server_of(request)
     body = await read_body(request, DetokenizeRequest, state.config)
     state.model_name(body.model)
-    tokenizer, vocab = _tokenizer(state), state.llm().info.vocab_size
+    tokenizer = _tokenizer(state)
+    vocab = state.llm().info.vocab_size
     check_token_ids("tokens", body.tokens, vocab)
     return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)}
 

@@ -164,7 +164,8 @@ class CohereChatRequest(RequestBody):
 def chat_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message in the format of chat completions. Raise RequestError."""
     where = f"messages[{index}].content"
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     converted = {name: value for name, value in message.items() if name not in ("citations", "tool_plan")}
     if role == "developer":
         converted["role"] = "system"
@@ -233,7 +234,8 @@ class CohereChatBuilder:
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Yield the events for an output. Raise UnavailableError if the server aborted the generation."""
-        self._input, self._cached = num_prompt_tokens(output), output.num_cached_tokens or 0
+        self._input = num_prompt_tokens(output)
+        self._cached = output.num_cached_tokens or 0
         if not self._started:
             self._started = True
             empty: dict[str, Any] = {"content": [], "tool_plan": "", "tool_calls": [], "citations": []}
@@ -282,7 +284,8 @@ class CohereChatBuilder:
             return
         for position in completion.logprobs or ():
             token, sampled = next(iter(position.items()))
-            text, logprob = self._names.text(token, sampled), max(sampled.logprob, LOWEST)
+            text = self._names.text(token, sampled)
+            logprob = max(sampled.logprob, LOWEST)
             self._logprobs.append({"text": text, "token_ids": [token], "logprobs": [logprob]})
 
     def _block_events(self, events: Iterable[BlockEvent]) -> Iterator[dict[str, Any]]:

@@ -51,9 +51,11 @@ class CohereEmbedRequest(RequestBody):
         if (self.texts is None) == (self.inputs is None):
             raise RequestError("texts", "set either texts or inputs")
         if self.texts is not None:
-            field, texts = "texts", self.texts
+            field = "texts"
+            texts = self.texts
         else:
-            field, texts = "inputs", texts_of("inputs", [each.model_dump() for each in self.inputs or ()])
+            field = "inputs"
+            texts = texts_of("inputs", [each.model_dump() for each in self.inputs or ()])
         if not texts:
             raise RequestError(field, f"{field} is empty")
         check_count(field, texts)

@@ -348,7 +348,8 @@ def check_messages(where: str, messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_message(where: str, message: Mapping[str, Any]) -> None:
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role", f"{where}.role must be a string such as 'user'")
     if content is None:
@@ -370,7 +371,8 @@ _UNUSED: Final = {"refusal": None, "annotations": None, "audio": None, "function
 
 def message_of(role: str, events: Iterable[Event]) -> dict[str, Any]:
     """Return the message. Its content is null if it consists of calls or reasoning only."""
-    content, reasoning = "", ""
+    content = ""
+    reasoning = ""
     calls: dict[int, dict[str, Any]] = {}
     for event in events:
         match event:
@@ -580,7 +582,8 @@ class ChatCompletionBuilder(CompletionBuilder):
             if self._request.return_token_ids:
                 chunk["token_ids"] = ids
             yield self._chunk(chunk)
-            entries, ids = [], []
+            entries = []
+            ids = []
 
     def _logprobs(self, completion: CompletionOutput) -> list[dict[str, Any]]:
         if not self._request.logprobs or not completion.logprobs:

@@ -229,9 +229,13 @@ class TextCompletionBuilder(CompletionBuilder):
     def _piece(self, prompt_index: int, completion: CompletionOutput) -> _Piece:
         """Return what a completion adds; with `echo`, the first piece of a choice starts with the prompt."""
         index = self._index(prompt_index, completion)
-        text, ids, positions = completion.text, completion.token_ids, completion.logprobs or []
+        text = completion.text
+        ids = completion.token_ids
+        positions = completion.logprobs or []
         if self._request.shows_prompt_only:
-            text, ids, positions = "", [], []
+            text = ""
+            ids = []
+            positions = []
         choice = self._choices.get(index)
         prompt: dict[str, Any] | None = None
         if choice is None:

@@ -112,8 +112,10 @@ class GenerateBuilder(ResponseBuilder):
         self, request: GenerateRequest, params: SamplingParams, request_id: str, model: str, config: ServerConfig
     ) -> None:
         self.usage = Usage(details=config.enable_prompt_tokens_details)
-        self._request, self._params = request, params
-        self._id, self._model = request_id, model
+        self._request = request
+        self._params = params
+        self._id = request_id
+        self._model = model
         self._force_usage = config.enable_force_include_usage
         self._choices: dict[int, dict[str, Any]] = {}
         self._prompt: RequestOutput | None = None

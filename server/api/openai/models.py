@@ -28,9 +28,11 @@ async def show_model(request: Request, name: str) -> dict[str, Any]:
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
     llm = state.llm()
-    root, parent = llm.config.model.model, None
+    root = llm.config.model.model
+    parent = None
     if (served := llm.adapters.find(name)) is not None:
-        root, parent = served.adapter.path, served.parent
+        root = served.adapter.path
+        parent = served.parent
     return {
         "id": name,
         "object": "model",

@@ -35,7 +35,8 @@ class TextEvent:
 
     def __init__(self, chunk: Callable[[str], dict[str, Any]]) -> None:
         parts = encode_json(chunk(_MARK)).split(encode_json(_MARK))
-        self._before, self._after = b"data: " + parts[0], parts[-1] + b"\n\n"
+        self._before = b"data: " + parts[0]
+        self._after = parts[-1] + b"\n\n"
 
     def __call__(self, text: str) -> bytes:
         """Return the event with this text."""
@@ -52,7 +53,9 @@ class CompletionBuilder(ResponseBuilder):
         self, request: SamplingFields, response_id: str, model: str, config: ServerConfig, tokenizer: Tokenizer | None
     ) -> None:
         self.usage = Usage(details=config.enable_prompt_tokens_details)
-        self._id, self._created, self._model = response_id, int(time.time()), model
+        self._id = response_id
+        self._created = int(time.time())
+        self._model = model
         self._n = request.n or 1
         as_ids = request.return_tokens_as_token_ids
         self._as_ids = config.return_tokens_as_token_ids if as_ids is None else as_ids
@@ -157,7 +160,8 @@ class BeamGeneration:
         self._prompts = prompts
         self._params = params
         self._text = text
-        self._salt, self._model = cache_salt, model
+        self._salt = cache_salt
+        self._model = model
         self._priority = priority
         self._user = user
         self.request_id = request_id
@@ -221,7 +225,8 @@ class BestOf:
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         """Add the best choices of a final output."""
         ranked = sorted(output.outputs, key=_negative_logprob)
-        kept, dropped = ranked[: self._n], ranked[self._n :]
+        kept = ranked[: self._n]
+        dropped = ranked[self._n :]
         self._usage.count_dropped(sum(len(each.token_ids) for each in dropped))
         outputs = [replace(each, index=index) for index, each in enumerate(kept)]
         self._builder.add(prompt_index, replace(output, outputs=outputs))

@@ -96,7 +96,8 @@ def _fp8_values(exponent_bits: int) -> Array:
     last = 0x7C if exponent_bits == 5 else 0x7E
     values = []
     for code in range(last + 1):
-        exponent, fraction = code >> fraction_bits, (code & (2**fraction_bits - 1)) / 2**fraction_bits
+        exponent = code >> fraction_bits
+        fraction = (code & (2**fraction_bits - 1)) / 2**fraction_bits
         values.append((1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias))
     return np.array(values, np.float32)
 
@@ -376,7 +377,8 @@ def binary_response(
     items: list[dict[str, Any]] = []
     end = 0
     for index, (chunk, output) in enumerate(zip(chunks, outputs)):
-        start, end = end, end + len(chunk)
+        start = end
+        end = end + len(chunk)
         items.append(
             {
                 "index": index,

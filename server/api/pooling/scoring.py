@@ -123,7 +123,8 @@ class RerankRequest(ScoringFields):
         """Return the query and the documents. Raise RequestError."""
         if isinstance(self.query, list):
             raise RequestError("query", "query must be one text")
-        query, documents = texts_of("query", self.query), texts_of("documents", self.documents)
+        query = texts_of("query", self.query)
+        documents = texts_of("documents", self.documents)
         check_count("documents", documents)
         return query, documents
 

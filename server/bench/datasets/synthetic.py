@@ -112,7 +112,8 @@ def sonnet(config: DatasetConfig, vocabulary: PromptVocabulary, rng: np.random.G
 
 def conversations(config: DatasetConfig, vocabulary: PromptVocabulary, rng: np.random.Generator) -> list[DatasetSample]:
     """Return random messages of conversations of --multi-turn-num-turns requests, turn by turn."""
-    turns, output = config.multi_turn_num_turns, config.output_len or config.multi_turn_output_len
+    turns = config.multi_turn_num_turns
+    output = config.output_len or config.multi_turn_output_len
     prefix = vocabulary.random_ids(rng, config.multi_turn_prefix_len)
     count = math.ceil(config.num_prompts / turns)
     samples = []
@@ -149,7 +150,8 @@ def _output_lengths(config: DatasetConfig, rng: np.random.Generator) -> list[int
 def _lengths(rng: np.random.Generator, mean: int, ratio: float, count: int) -> list[int]:
     """Return integers uniform in mean * (1 - ratio) to mean * (1 + ratio), at least 1."""
     spread = mean * ratio
-    least, most = max(1, mean - math.ceil(spread - ROUNDING)), mean + math.ceil(spread - ROUNDING)
+    least = max(1, mean - math.ceil(spread - ROUNDING))
+    most = mean + math.ceil(spread - ROUNDING)
     lengths: list[int] = rng.integers(least, most + 1, count).tolist()
     return lengths
 

@@ -86,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _summary(kind: str, seconds: list[float]) -> dict[str, Any]:
     """Print the starts of a kind and return them under vLLM's names."""
-    mean, median = statistics.mean(seconds), statistics.median(seconds)
+    mean = statistics.mean(seconds)
+    median = statistics.median(seconds)
     print(f"{kind.capitalize()} starts:")
     print(f"Avg time to first token: {mean:.3f} seconds")
     print(f"Median time to first token: {median:.3f} seconds")

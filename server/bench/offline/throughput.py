@@ -168,7 +168,8 @@ class AsyncEngine:
     """An AsyncLLM with the methods of LLM that the benchmark calls; it runs in a loop of its own."""
 
     def __init__(self, llm: AsyncLLM, runner: asyncio.Runner) -> None:
-        self._llm, self._runner = llm, runner
+        self._llm = llm
+        self._runner = runner
 
     @property
     def llm_engine(self) -> EngineView:
@@ -261,7 +262,8 @@ def _print(results: dict[str, Any]) -> None:
 
 def engine_specs(load: ThroughputConfig, settings: ResolvedSettings) -> list[EngineSpec]:
     """Return the engines of --backend with the arguments of their constructors."""
-    models, pythons = pairs("--peer-model", load.peer_model), pairs("--peer-python", load.peer_python)
+    models = pairs("--peer-model", load.peer_model)
+    pythons = pairs("--peer-python", load.peer_python)
     shared: dict[str, Any] = {name: settings.values[name] for name in SHARED_SETTINGS if name in settings.sources}
     specs = []
     for name in load.engines:
@@ -312,7 +314,8 @@ def _compare(load: ThroughputConfig, dataset: DatasetConfig, settings: ResolvedS
     if known and max(known) > UNEQUAL_WEIGHTS * min(known):
         print("The engines read weights of different sizes: this compares formats, too, not engines alone.")
     first = specs[0].name
-    outputs, prompts = sum(work.outputs), sum(map(len, work.prompts))
+    outputs = sum(work.outputs)
+    prompts = sum(map(len, work.prompts))
     results = throughput(settings.values["model"], len(samples), prompts, outputs, outputs / engines[first]["median"])
     models = {spec.name: str(spec.options["model"]) for spec in specs}
     more = {"versions": versions, "models": models, "weight_bytes": sizes, "machine": facts}

@@ -51,7 +51,8 @@ def arrival_times(config: TrafficConfig, count: int, rng: np.random.Generator) -
 
 def request_rates(config: TrafficConfig, count: int) -> np.ndarray:
     """Return the request rate before each request, float64 [count]: constant, or along the ramp."""
-    start, end = config.ramp_up_start_rps, config.ramp_up_end_rps
+    start = config.ramp_up_start_rps
+    end = config.ramp_up_end_rps
     if config.ramp_up_strategy is None or start is None or end is None:
         return np.full(count, config.request_rate)
     if config.ramp_up_strategy == "linear":

@@ -85,7 +85,8 @@ class Endpoint:
             whole = json.loads(b"".join(chunk for _, chunk in chunks))
             yield (chunks[-1][0], self.read(whole)) if isinstance(whole, dict) else (0.0, Piece())
             return
-        tail, complete = b"", False
+        tail = b""
+        complete = False
         async with aclosing(self._chunks(raw, headers)) as arriving:
             async for at, chunk in arriving:
                 *events, tail = (tail + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -139,7 +140,8 @@ class Endpoint:
         parts = urlsplit(self.url)
         secure = ssl.create_default_context() if parts.scheme == "https" else None
         if secure is not None and self.insecure:
-            secure.check_hostname, secure.verify_mode = False, ssl.CERT_NONE
+            secure.check_hostname = False
+            secure.verify_mode = ssl.CERT_NONE
         port = parts.port or (443 if secure else 80)
         _, exchange = await asyncio.get_running_loop().create_connection(
             _Exchange, parts.hostname or "", port, ssl=secure

@@ -83,7 +83,8 @@ class LoadGenerator:
 
             async def one(request: PlannedRequest) -> tuple[Outcome, EarlierTurns]:
                 await asyncio.sleep(began + request.at - time.perf_counter())
-                before, arrival = EarlierTurns(), began + request.at
+                before = EarlierTurns()
+                arrival = began + request.at
                 if request.sample.follows is not None:
                     previous, before = await tasks[request.sample.follows]
                     if previous.error:

@@ -133,7 +133,8 @@ def peak_tokens(outcomes: Sequence[Outcome]) -> float:
 
 
 def _totals(good: Sequence[Outcome], seconds: float, report: ReportConfig) -> dict[str, Any]:
-    inputs, outputs = sum(each.prompt_tokens for each in good), sum(each.output_tokens for each in good)
+    inputs = sum(each.prompt_tokens for each in good)
+    outputs = sum(each.output_tokens for each in good)
     objectives = report.objectives
     goodput = sum(each.meets(objectives) for each in good) / seconds if objectives else None
     return {
@@ -149,7 +150,8 @@ def _totals(good: Sequence[Outcome], seconds: float, report: ReportConfig) -> di
 
 
 def _pooling_totals(good: Sequence[Outcome], seconds: float) -> dict[str, Any]:
-    inputs, sequences = sum(each.prompt_tokens for each in good), sum(each.sequences for each in good)
+    inputs = sum(each.prompt_tokens for each in good)
+    sequences = sum(each.sequences for each in good)
     return {
         "total_input_tokens": inputs,
         "total_input_sequences": sequences,

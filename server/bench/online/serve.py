@@ -76,7 +76,8 @@ class ServeBenchmark:
             need_matplotlib("--plot-dataset-stats")
 
     def _check_api(self) -> None:
-        backend, name = self.target.backend, self.dataset.dataset_name
+        backend = self.target.backend
+        name = self.dataset.dataset_name
         if (backend == "vllm-rerank") != (name == "random-rerank"):
             raise ConfigError("--backend", "vllm-rerank and --dataset-name random-rerank need each other")
         if self.dataset.random_batch_size > 1 and name == "random" and not self._takes_batches:
@@ -99,7 +100,8 @@ class ServeBenchmark:
                 raise ConfigError("--percentile-metrics", f"{self.target.backend} has no {name}; use e2el")
 
     def _check_arrivals(self) -> None:
-        name, traffic = self.dataset.dataset_name, self.traffic
+        name = self.dataset.dataset_name
+        traffic = self.traffic
         if traffic.self_timed is not None and name not in _RECORDED:
             raise ConfigError("--self-timed", f"{name} has no arrival times; use --request-rate")
         rates = not math.isinf(traffic.request_rate) or traffic.ramp_up_strategy is not None
@@ -159,7 +161,8 @@ def run(args: argparse.Namespace) -> int:
 
 def benchmark_of(args: argparse.Namespace) -> ServeBenchmark:
     """Return the settings of the command line. Raises ConfigError."""
-    values, known = resolve_flags(args, SETTINGS), SETTINGS.values()
+    values = resolve_flags(args, SETTINGS)
+    known = SETTINGS.values()
     groups = (ServeLoadConfig, DatasetConfig, TrafficConfig, ReportConfig, ResultFileConfig)
     return ServeBenchmark(*(build(group, values, known) for group in groups))
 
@@ -186,7 +189,8 @@ def plan_requests(bench: ServeBenchmark, model: str, tokenizer: Tokenizer | None
 async def _measure(
     bench: ServeBenchmark, requests: Sequence[PlannedRequest], client: ApiClient, key: str | None
 ) -> LoadResult:
-    target, api = bench.target, APIS[bench.target.backend]
+    target = bench.target
+    api = APIS[bench.target.backend]
     headers = {**({"authorization": f"Bearer {key}"} if key else {}), **target.headers}
     load = LoadGenerator(
         Endpoint(target.address + target.path, headers, api.read, bool(api.limit), target.insecure),
@@ -312,7 +316,8 @@ def result_path(bench: ServeBenchmark, model: str, now: datetime) -> Path:
 def _write_files(
     bench: ServeBenchmark, model: str, tokenizer: str | None, results: dict[str, Any], outcomes: Sequence[Outcome]
 ) -> None:
-    files, now = bench.files, datetime.now()
+    files = bench.files
+    now = datetime.now()
     if not (files.save_result or files.append_result or files.plot_timeline or files.plot_dataset_stats):
         return
     path = result_path(bench, model, now)

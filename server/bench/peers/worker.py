@@ -45,10 +45,12 @@ def transformers_engine(options: dict[str, Any]) -> Generate:
 
     transformers: Any = importlib.import_module("transformers")
 
-    batch_size, compiled = options.pop("batch_size"), options.pop("compile")
+    batch_size = options.pop("batch_size")
+    compiled = options.pop("compile")
     model_path = Path(options.pop("model"))
     if model_path.suffix == ".gguf":
-        options["gguf_file"], model_path = model_path.name, model_path.parent
+        options["gguf_file"] = model_path.name
+        model_path = model_path.parent
     model = transformers.AutoModelForCausalLM.from_pretrained(str(model_path), **options).eval()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device)
@@ -58,8 +60,10 @@ def transformers_engine(options: dict[str, Any]) -> Generate:
     @torch.inference_mode()
     def generate(prompts: list[list[int]], outputs: list[int]) -> int:
         for start in range(0, len(prompts), batch_size):
-            batch, counts = prompts[start : start + batch_size], outputs[start : start + batch_size]
-            width, count = max(map(len, batch)), max(counts)
+            batch = prompts[start : start + batch_size]
+            counts = outputs[start : start + batch_size]
+            width = max(map(len, batch))
+            count = max(counts)
             ids = torch.tensor([[0] * (width - len(each)) + each for each in batch], device=device)
             mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in batch], device=device)
             model.generate(
@@ -83,15 +87,18 @@ def llama_engine(options: dict[str, Any]) -> Generate:
     lib: Any = importlib.import_module("llama_cpp")
     import numpy as np
 
-    path, context = options.pop("model"), options.pop("max_model_len", 2048)
+    path = options.pop("model")
+    context = options.pop("max_model_len", 2048)
     sequences = options.pop("max_num_seqs", 64)
     lib.llama_backend_init()
     silent = lib.llama_log_callback(lambda level, text, data: None)
     lib.llama_log_set(silent, None)
     model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
     params = lib.llama_context_default_params()
-    params.n_ctx, params.n_seq_max = sequences * context, sequences
-    params.n_batch, params.n_ubatch = 2048, 512
+    params.n_ctx = sequences * context
+    params.n_seq_max = sequences
+    params.n_batch = 2048
+    params.n_ubatch = 512
     params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
     for name, value in options.items():
         setattr(params, name, value)
@@ -103,8 +110,11 @@ def llama_engine(options: dict[str, Any]) -> Generate:
         """Run rows of token, position, sequence, whether it is sampled; return the sampled tokens."""
         batch.n_tokens = len(rows)
         for index, (token, position, sequence, sampled) in enumerate(rows):
-            batch.token[index], batch.pos[index] = token, position
-            batch.n_seq_id[index], batch.seq_id[index][0], batch.logits[index] = 1, sequence, sampled
+            batch.token[index] = token
+            batch.pos[index] = position
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = sequence
+            batch.logits[index] = sampled
         if lib.llama_decode(state, batch):
             raise SystemExit("llama_decode failed")
         count = sum(sampled for *_, sampled in rows)
@@ -166,7 +176,8 @@ def busy_process() -> Iterator[None]:
 
 
 def main() -> None:
-    engine, options = sys.argv[1], json.loads(sys.argv[2])
+    engine = sys.argv[1]
+    options = json.loads(sys.argv[2])
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the engine prints goes to stderr

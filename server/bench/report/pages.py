@@ -83,7 +83,12 @@ def line_chart(
 
     `joined`: connect the points of a series, in their order.
     """
-    width, height, left, right, top, bottom = 520, 320, 68, 16, 34, 46
+    width = 520
+    height = 320
+    left = 68
+    right = 16
+    top = 34
+    bottom = 46
     points = [point for each in series.values() for point in each]
     if not points:
         return ""
@@ -122,7 +127,10 @@ def timeline_page(outcomes: Sequence[Outcome], thresholds: Sequence[float], titl
     failed = len(outcomes) - len(good)
     if not good:
         return page(f"Requests over time: {title}", f"<p>All {failed} requests failed.</p>")
-    first, bar, left, width = good[0].start, 9, 40, 1060
+    first = good[0].start
+    bar = 9
+    left = 40
+    width = 1060
     x = Scale(0.0, max(each.end for each in good) - first, left, width - 10)
     height = bar * len(good) + 40
     parts = []

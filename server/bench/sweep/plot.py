@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _draw(config: PlotConfig, runs: list[dict[str, Any]], path: Path) -> None:
-    rows, columns = list(grouped(runs, config.row_by)), list(grouped(runs, config.col_by))
+    rows = list(grouped(runs, config.row_by))
+    columns = list(grouped(runs, config.col_by))
     drawn, all_axes = figure(len(rows), len(columns), config.fig_width, config.fig_height)
     for row, in_row in zip(rows, all_axes):
         for column, axes in zip(columns, in_row):

@@ -94,7 +94,8 @@ def _draw(points: Sequence[ParetoPoint], best: Sequence[ParetoPoint], path: Path
     axes.scatter([p.per_user for p in points], [p.per_device for p in points], color="0.6", label="all runs")
     axes.plot([p.per_user for p in best], [p.per_device for p in best], marker="o", label="Pareto frontier")
     for point in best:
-        label, place = point.label.replace(", ", "\n"), (point.per_user, point.per_device)
+        label = point.label.replace(", ", "\n")
+        place = (point.per_user, point.per_device)
         axes.annotate(label, place, xytext=(5, 5), textcoords="offset points", fontsize=8)
     axes.set(xlabel="output tokens/s/user", ylabel="output tokens/s/device")
     axes.margins(x=0.25, y=0.15)

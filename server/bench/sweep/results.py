@@ -44,7 +44,9 @@ def filtered(runs: Iterable[dict[str, Any]], conditions: Sequence[str]) -> list[
         match = _CONDITION.fullmatch(condition.strip())
         if match is None:
             raise ConfigError("--filter-by", f"{condition} is not a condition; use one such as max_concurrency<=64")
-        name, sign, bound = match[1], match[2], _value(match[3])
+        name = match[1]
+        sign = match[2]
+        bound = _value(match[3])
         kept = [run for run in kept if name in run and _holds(run[name], sign, bound)]
     if not kept:
         raise ConfigError("--filter-by", f"no run meets {', '.join(conditions)}")
@@ -58,7 +60,8 @@ def binned(runs: Iterable[dict[str, Any]], bins: Sequence[str]) -> list[dict[str
         match = _BIN.fullmatch(text.strip())
         if match is None or not float(match[2]):
             raise ConfigError("--bin-by", f"{text} is not NAME%SIZE, such as request_rate%2")
-        name, size = match[1], float(match[2])
+        name = match[1]
+        size = float(match[2])
         for row in rows:
             if isinstance(row.get(name), int | float):
                 least = row[name] // size * size

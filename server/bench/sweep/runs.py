@@ -103,7 +103,8 @@ class SweptServer:
     def __init__(self, command: Sequence[str], *, after_bench: str | None, show_stdout: bool) -> None:
         self._after_bench = after_bench
         self._output = None if show_stdout else subprocess.DEVNULL
-        host, port = _value_of(command, "--host") or "127.0.0.1", _value_of(command, "--port") or "8000"
+        host = _value_of(command, "--host") or "127.0.0.1"
+        port = _value_of(command, "--port") or "8000"
         address = "127.0.0.1" if host in ("0.0.0.0", "localhost") else host
         self.client = ApiClient(f"http://{address}:{port}", API_KEY.read())
         with contextlib.suppress(ApiError):

@@ -81,12 +81,16 @@ def largest(meets: Meets, start: int, most: int) -> tuple[int | None, bool]:
             tried[value] = meets(value)
         return tried[value]
 
-    good, bad, value = 0, 0, max(1, start)
+    good = 0
+    bad = 0
+    value = max(1, start)
     while len(tried) < most and not (good and bad) and value:
         if test(value):
-            good, value = value, value * 2
+            good = value
+            value = value * 2
         else:
-            bad, value = value, value // 2
+            bad = value
+            value = value // 2
     while len(tried) < most and good and bad - good > 1:
         value = (good + bad) // 2
         if test(value):
@@ -154,7 +158,9 @@ class Search:
             return all(each.met_by(measured) for each in criteria)
 
         if all(each.met_by(unlimited) for each in criteria):
-            best, complete, shown = None, True, "any (all requests at once meet the objectives)"
+            best = None
+            complete = True
+            shown = "any (all requests at once meet the objectives)"
         else:
             best, complete = largest(meets, start, self.sla.sla_iters)
             shown = "none" if best is None else str(best)

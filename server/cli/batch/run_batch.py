@@ -170,14 +170,16 @@ async def _answer_all(state: ServerState, batch: BatchFile, total: int | None, o
         logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
         if not state.engine.config.observability.disable_log_stats:
             statistics = asyncio.ensure_future(state.log_stats())
-        answered, failed = batch.answered, batch.failed
+        answered = batch.answered
+        failed = batch.failed
         with tqdm(total=total, initial=answered, desc="Batch", unit=" requests", disable=None) as bar:
             async with contextlib.aclosing(_answers(state, batch.lines)) as answers:
                 async for line, succeeded in answers:
                     if not succeeded and state.engine.errored:
                         raise state.engine.dead_error
                     output.write(line)
-                    answered, failed = answered + 1, failed + (not succeeded)
+                    answered = answered + 1
+                    failed = failed + (not succeeded)
                     bar.update()
         output.finish()
         return answered, failed
@@ -192,7 +194,8 @@ async def _answers(state: ServerState, lines: Iterator[Line]) -> AsyncGenerator[
     from pagoda.server.api.app import create_app
 
     app = create_app(state)
-    config, limits = state.engine.config, state.engine.info.limits
+    config = state.engine.config
+    limits = state.engine.info.limits
     max_queued = QUEUED_PER_RUNNING * limits.max_num_seqs * config.parallel.data_parallel_size
     max_queued = min(max_queued, config.scheduler.max_num_queued_reqs or max_queued)
     async with contextlib.aclosing(in_order(lines, lambda line: _answer(app, line), max_queued)) as answers:
@@ -263,6 +266,8 @@ def resumed(source: IO[bytes], model: str, output: BatchOutput) -> BatchFile:
         if (answer := read_answer(raw)) is None or answer[0] != line.id:
             remaining = chain([line], lines)
             break
-        answered, failed, end = answered + 1, failed + (not answer[1]), end + len(raw)
+        answered = answered + 1
+        failed = failed + (not answer[1])
+        end = end + len(raw)
     output.resume(answered, end)
     return BatchFile(remaining, answered, failed)

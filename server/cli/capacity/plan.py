@@ -78,7 +78,8 @@ class Row:
             row["why_not"] = self.why
         if self.plan is None or self.measures is None:
             return row
-        limits, memory = self.plan.limits, self.plan.memory
+        limits = self.plan.limits
+        memory = self.plan.memory
         return row | {
             "devices_per_chip": self.devices_per_chip,
             "replicas": self.replicas,
@@ -223,7 +224,8 @@ class Planning:
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
         )
-        config, rate = replace(config, scheduler=scheduler), plan.rate
+        config = replace(config, scheduler=scheduler)
+        rate = plan.rate
         if rate is None:
             measures = self._measured(config, 1.0)
             return measures.requests_per_second, measures
@@ -303,7 +305,9 @@ def _headings(own: PlanConfig, percentile: str, *, timed: bool) -> tuple[str, ..
 def _cells(row: Row, own: PlanConfig, *, timed: bool) -> tuple[str, ...]:
     assert row.plan is not None
     assert row.measures is not None
-    limits, memory, measures = row.plan.limits, row.plan.memory, row.measures
+    limits = row.plan.limits
+    memory = row.plan.memory
+    measures = row.measures
     asked = (f"{row.replicas}", f"{row.chips}") if own.request_rate is not None else (f"{row.chips}",)
     price = (("-" if row.price is None else f"{row.price:.2f}",)) if own.price is not None else ()
     speed = (f"{row.rate:.2f}", f"{measures.output_tokens_per_second:.0f}")

@@ -58,7 +58,8 @@ def parse_workload(text: str, requests: int, seed: int, *, timed: bool) -> Plann
         raise ConfigError("--workload", f"{text!r} is unknown; {_REMEDY}")
     options = _options(match[3])
     spread = options["range"]
-    prefix, number = int(options["prefix"]), int(options["prefixes"])
+    prefix = int(options["prefix"])
+    number = int(options["prefixes"])
     prompts, outputs = (_lengths(rng, int(mean), spread, requests) for mean in (match[1], match[2]))
     if not prefix:
         return PlannedLoad(prompts, outputs, arrivals)
@@ -85,7 +86,8 @@ def _options(text: str) -> Mapping[str, float]:
 
 def _lengths(rng: np.random.Generator, mean: int, spread: float, count: int) -> tuple[int, ...]:
     """Return lengths from mean (1 - spread) to mean (1 + spread), each equally likely, at least 1."""
-    low, high = max(1, round(mean * (1 - spread))), max(1, round(mean * (1 + spread)))
+    low = max(1, round(mean * (1 - spread)))
+    high = max(1, round(mean * (1 + spread)))
     return tuple(rng.integers(low, high + 1, count).tolist())
 
 
@@ -122,11 +124,13 @@ def _shared_prefixes(prompts: list[list[int]]) -> tuple[tuple[int, ...], tuple[i
     for index, prompt in enumerate(prompts):
         if len(prompt) > _SHARED:
             groups.setdefault(tuple(prompt[:_SHARED]), []).append(index)
-    numbers, lengths = [-1] * len(prompts), [0] * len(prompts)
+    numbers = [-1] * len(prompts)
+    lengths = [0] * len(prompts)
     for number, members in enumerate(group for group in groups.values() if len(group) > 1):
         common = _common(prompts[members[0]], [prompts[index] for index in members[1:]])
         for index in members:
-            numbers[index], lengths[index] = number, common
+            numbers[index] = number
+            lengths[index] = common
     return tuple(numbers), tuple(lengths)
 
 

@@ -101,7 +101,8 @@ def _prompt(line: TraceLine, index: int, tokens: Int64, seed: int) -> list[int]:
     """Return the prompt of the request number `index`."""
     if line.prompt_token_ids is not None:
         return line.prompt_token_ids
-    size, length = line.hash_block_size, line.num_prompt
+    size = line.hash_block_size
+    length = line.num_prompt
     shared = [np.random.default_rng((seed, 1, each)).choice(tokens, size) for each in map(abs, line.hash_ids)]
     known = np.concatenate([*shared, np.zeros(0, np.int64)])[:length]
     own = np.random.default_rng((seed, 0, index)).choice(tokens, length - len(known))

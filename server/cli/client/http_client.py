@@ -95,14 +95,16 @@ class ApiClient:
         return response
 
     def _connection(self) -> HTTPConnection:
-        host, port = self._parts.hostname or "", self._parts.port
+        host = self._parts.hostname or ""
+        port = self._parts.port
         if self._parts.scheme == "http":
             return HTTPConnection(host, port, timeout=TIMEOUT_SECONDS)
         import ssl  # costs start-up time
 
         context = ssl.create_default_context()
         if self._insecure:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
         return HTTPSConnection(host, port, timeout=TIMEOUT_SECONDS, context=context)
 
 

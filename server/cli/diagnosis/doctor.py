@@ -123,7 +123,8 @@ def _chosen_backend(entry: Entry) -> Finding:
 
 def parallelism(config: DoctorConfig) -> Findings:
     """Check that the parallel sizes fit the devices, if more than one is requested."""
-    tensor, data = config.tensor_parallel_size, config.data_parallel_size
+    tensor = config.tensor_parallel_size
+    data = config.data_parallel_size
     wanted = tensor * data
     if wanted == 1:
         return
@@ -226,7 +227,8 @@ def processor(config: DoctorConfig) -> Findings:
     features = ", ".join(machine.vector_features()) or "no known vector instructions"
     note = "" if machine.has_bfloat16() else "; no bfloat16, so products run in float32 and weights take more memory"
     yield Finding("ok", "processor", f"{machine.processor()}: {features}{note}")
-    cores, quota = machine.cores(), machine.cpu_quota()
+    cores = machine.cores()
+    quota = machine.cpu_quota()
     if quota is not None and quota < cores and env.OMP_NUM_THREADS.read() is None:
         threads = max(1, int(quota))
         yield Finding(
@@ -331,7 +333,8 @@ _EXTRAS: Final = {"reference": "cpu", "torch_cuda": "cuda", "jax_tpu": "tpu"}  #
 
 def python_version(config: DoctorConfig) -> Findings:
     """Check the interpreter against the supported range."""
-    version, (supported, _) = platform.python_version(), machine.project()
+    version = platform.python_version()
+    supported, _ = machine.project()
     if not supported or _within(version, supported) is not False:
         yield Finding("ok", "python", version)
     else:

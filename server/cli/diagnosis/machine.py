@@ -51,7 +51,8 @@ def cpu_quota() -> float | None:
     """Return the control group's CPU quota in processors; None without a quota."""
     quota, _, period = _text(_CGROUP / "cpu.max").partition(" ")
     if not quota:
-        quota, period = _text(_CGROUP / "cpu/cpu.cfs_quota_us"), _text(_CGROUP / "cpu/cpu.cfs_period_us")
+        quota = _text(_CGROUP / "cpu/cpu.cfs_quota_us")
+        period = _text(_CGROUP / "cpu/cpu.cfs_period_us")
     try:
         return int(quota) / int(period) if int(quota) > 0 else None
     except ValueError:

@@ -181,7 +181,9 @@ def main(words: Sequence[str], **parts: Any) -> int:
     """Run an API server process and return its exit status. `parts`: arguments of AsyncLLM, for tests."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the other process decides
         signal.signal(number, signal.SIG_IGN)
-    index, count, addresses = int(words[0]), int(words[1]), words[2].split(",")
+    index = int(words[0])
+    count = int(words[1])
+    addresses = words[2].split(",")
     listener, control = (socket.socket(fileno=int(word)) for word in words[4:6])
     engine, config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[EngineConfig, ServerConfig])
     configure(engine.logging, also=("uvicorn",))

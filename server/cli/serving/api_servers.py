@@ -40,9 +40,12 @@ from pagoda.server.processing.workers.child import child_env, describe_exit
 
 PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.cli.serving.api_process")
 
-READY, STOP, HURRY = b"r", b"s", b"h"
+READY = b"r"
+STOP = b"s"
+HURRY = b"h"
 
-KEEP, RELEASE = b"k", b"d"
+KEEP = b"k"
+RELEASE = b"d"
 """Followed by the number of a stream; KEEP also by what to send on it if its process is killed, with the descriptor of
 its connection. RELEASE comes when the stream has ended."""
 
@@ -56,7 +59,8 @@ _MAX_UNSENT: Final = 8_192
 """With as many unsent bytes of a stream in the system's buffers, the process that was killed may have had a part of an
 event in its own memory. The stream is then cut, since an event after a part of another could not be read."""
 
-FIRST, AGAIN = "first", "again"
+FIRST = "first"
+AGAIN = "again"
 
 _CAUSE_SECONDS: Final = 5.0
 """How long API server processes have to fail their requests with the cause of the engine's death before they are told
@@ -109,7 +113,9 @@ class _Supervisor:
     def __init__(
         self, config: EngineConfig, server: ServerConfig, engine: ProcessClient | ReplicaClient, start_time: float
     ) -> None:
-        self._config, self._server, self._engine = config, server, engine
+        self._config = config
+        self._server = server
+        self._engine = engine
         self._start_time = start_time
         self._info: EngineInfo | None = None
         self._is_announced = False
@@ -124,7 +130,8 @@ class _Supervisor:
         loop = asyncio.get_running_loop()
         dead: asyncio.Future[Failed] = loop.create_future()
         self._engine.listen(loop, lambda message: self._on_message(message, dead))
-        stop, hurry = asyncio.Event(), asyncio.Event()
+        stop = asyncio.Event()
+        hurry = asyncio.Event()
         with watch_signals(stop, hurry):
             try:
                 for index in range(self._server.api_server_count):
@@ -153,7 +160,8 @@ class _Supervisor:
         start: Callable[[int], Awaitable[_ApiServer]],
     ) -> int:
         ends = [asyncio.ensure_future(process.wait()) for process in self._processes]
-        stopping, hurrying = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(hurry.wait())
+        stopping = asyncio.ensure_future(stop.wait())
+        hurrying = asyncio.ensure_future(hurry.wait())
         try:
             while True:
                 first: set[asyncio.Future[Any]] = {dead, stopping, *ends}
@@ -234,7 +242,8 @@ class _Supervisor:
         served = [process for process in self._processes if process.has_served]
         if self._info is None or self._is_announced or len(served) < self._server.api_server_count:
             return
-        info, self._is_announced = self._info, True
+        info = self._info
+        self._is_announced = True
         logger.info("%s on %s (%s): %s", info.backend, info.device, info.dtype, info.memory)
         seconds = time.monotonic() - self._start_time
         logger.info("ready after %.1f s with %d API server processes", seconds, len(served))

@@ -189,7 +189,8 @@ def check_processes(engine: EngineConfig, server: ServerConfig) -> None:
 
 def check_headless(parallel: ParallelConfig, headless: bool) -> None:
     """Raise ConfigError unless --headless is given on every host but host 0, which serves HTTP."""
-    rank, last = parallel.node_rank, parallel.nnodes - 1
+    rank = parallel.node_rank
+    last = parallel.nnodes - 1
     if last and rank > last:
         raise ConfigError("--node-rank", f"{rank} is out of range for {last + 1} hosts; use 0 to {last}")
     if headless and not last:
@@ -343,7 +344,8 @@ async def until_stopped(
     on_ready: Callable[[], None],
 ) -> int:
     """Run the HTTP server and watch the engine. Returns 0 after a signal if no request was cut, else 1."""
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    stop = asyncio.Event()
+    hurry = asyncio.Event()
     with watch_signals(stop, hurry):
         return await _until_stopped(server, state, listeners, stop, hurry, on_ready)
 

@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _quantise(engine: EngineConfig, method: str, folder: Path) -> str:
     """Write a quantised model into `folder`. Returns a summary. Raises ConfigError, ModelError or WeightError."""
-    model, load_format = engine.model, engine.load.load_format
+    model = engine.model
+    load_format = engine.load.load_format
     if load_format in ("dummy", "sharded_state"):
         raise ConfigError("--load-format", f"{load_format} has no weights to quantise; use auto")
     checkpoint = open_model(engine, weights=True)
@@ -85,7 +86,8 @@ def _quantise(engine: EngineConfig, method: str, folder: Path) -> str:
     if quantization is not None:
         raise ConfigError("MODEL", f"{model.model} is quantised by {quantization.method}; use its unquantised weights")
     spec, family = spec_from_config(hf_config)
-    parameters, is_gguf = params(spec), checkpoint.gguf_metadata is not None
+    parameters = params(spec)
+    is_gguf = checkpoint.gguf_metadata is not None
     dtype = {"auto": "bfloat16" if is_gguf else None, "half": "float16", "float": "float32"}.get(
         model.dtype, model.dtype
     )

@@ -194,7 +194,9 @@ class FileWriter:
 
     def __init__(self, store: FileStore, owner: str, path: Path) -> None:
         """`path`: of the content, which may be there from an earlier process. Raises HttpError: 413, 507."""
-        self._store, self._owner, self._path = store, owner, path
+        self._store = store
+        self._owner = owner
+        self._path = path
         self.size = 0
         is_new = not path.exists()
         with _storing():
@@ -245,7 +247,8 @@ class FileWriter:
         now = int(time.time())
         expires_at = None if seconds is None else now + seconds
         file = StoredFile(self.id, self.size, now, filename, purpose, self._owner, expires_at)
-        text, content = msgspec.json.encode(file), self._path.with_suffix("")
+        text = msgspec.json.encode(file)
+        content = self._path.with_suffix("")
         with _storing():
             with self._draft.open("r+b") as draft:  # in the room that it has
                 draft.write(text)

@@ -71,9 +71,12 @@ class StoredResponse:
 
     def end(self, status: str, items: bytes, item_ids: Sequence[str] = (), num_input_items: int = 0) -> None:
         """Store the final state. `items`: the conversation including the output, as JSON."""
-        self._body, self._snapshot = self.body, None
-        self.status, self.items = status, items
-        self.item_ids, self.num_input_items = tuple(item_ids), num_input_items
+        self._body = self.body
+        self._snapshot = None
+        self.status = status
+        self.items = items
+        self.item_ids = tuple(item_ids)
+        self.num_input_items = num_input_items
         self._notify()
 
     async def follow(self, first: int) -> AsyncGenerator[bytes, None]:
@@ -89,7 +92,8 @@ class StoredResponse:
             await changed.wait()
 
     def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
+        changed = self._changed
+        self._changed = asyncio.Event()
         changed.set()
 
 

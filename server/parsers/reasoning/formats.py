@@ -93,7 +93,8 @@ class TaggedParser:
     def _run(self, final: bool) -> list[Event]:
         events: list[Event] = []
         while True:
-            state, length = self._state, len(self._unread)
+            state = self._state
+            length = len(self._unread)
             events += state(final)
             if not self._unread or (self._state == state and len(self._unread) == length):
                 return events
@@ -130,7 +131,9 @@ class TaggedParser:
 
     def _after(self, final: bool) -> list[Event]:
         """After an end tag: reasoning may resume or be closed again, else content follows."""
-        starts, ends, content_tags = self._format.starts, self._format.ends, self._format.content_tags
+        starts = self._format.starts
+        ends = self._format.ends
+        content_tags = self._format.content_tags
         tag = self._next_tag((*starts, *ends, *(content_tags[:1] if content_tags else ())), final)
         if tag is None:
             return []
@@ -159,7 +162,8 @@ class TaggedParser:
         self._has_reasoning = self._has_reasoning or (kind is Reasoning and bool(emitted))
         if end:
             self._unread = (end if end in self._format.call_starts else "") + rest
-            self._state, self._has_text = then, False
+            self._state = then
+            self._has_text = False
         else:
             self._unread = ("" if final else text[len(emitted) :]) + rest
             self._has_text = self._has_text or bool(emitted)
@@ -167,7 +171,8 @@ class TaggedParser:
 
     def _content(self, final: bool) -> list[Event]:
         """Emit content: up to the next tag if tags are special tokens, else all of it."""
-        text, tag = self._unread, ""
+        text = self._unread
+        tag = ""
         self._unread = ""
         if self._format.special_tokens:
             text, tag, self._unread = self._tags.split(text, final=final)
@@ -204,7 +209,8 @@ class PlainParser:
     def feed(self, text: str) -> list[Event]:
         if not text:
             return []
-        text, self._prefix = self._prefix + text, ""
+        text = self._prefix + text
+        self._prefix = ""
         return [Content(text)]
 
     def finish(self) -> list[Event]:

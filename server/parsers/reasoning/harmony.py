@@ -48,7 +48,8 @@ class HarmonyReasoning:
         shown: list[Mapping[str, Any]] = []
         at = 0
         while at < len(messages):
-            message, calls = messages[at], messages[at].get("tool_calls")
+            message = messages[at]
+            calls = messages[at].get("tool_calls")
             at += 1
             if not isinstance(calls, list) or not calls:
                 shown.append(message)
@@ -74,7 +75,8 @@ def _is_result(message: Mapping[str, Any], call: Any) -> bool:
 
 def _one_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with its content appended to its reasoning, if it has both."""
-    content, thinking = message.get("content"), message.get("thinking")
+    content = message.get("content")
+    thinking = message.get("thinking")
     if not isinstance(content, str) or not isinstance(thinking, str) or not content or not thinking:
         return message
     return {**{key: value for key, value in message.items() if key != "content"}, "thinking": f"{thinking}\n{content}"}
@@ -123,14 +125,16 @@ class HarmonyParser:
         start = next((each for each in _HEADER_STARTS if text.startswith(each)), "")
         if not start:
             if text and (final or not any(each.startswith(text) for each in _HEADER_STARTS)):
-                self._in_header, self._kind = False, "other"
+                self._in_header = False
+                self._kind = "other"
             return []
         position = text.find(_MESSAGE, 0, _MAX_HEADER)
         if position >= 0:
             end = position + len(_MESSAGE)
             return self._start_message(text[:end], text[end:])
         if len(text) >= _MAX_HEADER:
-            self._in_header, self._kind = False, "other"
+            self._in_header = False
+            self._kind = "other"
             self._unread = text[len(start) :]
             return [Content(start)] if self._keep_markup else []
         if not final:
@@ -143,7 +147,8 @@ class HarmonyParser:
         is_analysis = channel is not None and channel[1] == "analysis"
         is_reasoning = is_analysis and not (self._keep_markup and " to=" in header)
         self._kind = "reasoning" if is_reasoning else "other"
-        self._in_header, self._unread = False, rest
+        self._in_header = False
+        self._unread = rest
         if self._keep_markup and not is_reasoning:
             complete = header.startswith(("<|start|>", "<|channel|>"))
             return [Content(header if complete else _START + header)]

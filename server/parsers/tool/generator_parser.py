@@ -19,7 +19,8 @@ class ParserOutput:
 
     def content(self, text: str) -> None:
         if self._space is not None:
-            text, self._space = self._space + text, None
+            text = self._space + text
+            self._space = None
             if not text.strip():
                 self._space = text
                 return
@@ -53,7 +54,8 @@ class ParserOutput:
 
     def take_events(self) -> list[Event]:
         """Return and clear the collected events."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
 
@@ -77,7 +79,8 @@ class GeneratorParser:
         return self._output.take_events()
 
     def _run(self, scan: Callable[[Scanner, ParserOutput], Scan[None]]) -> Scan[None]:
-        scanner, output = self._scanner, self._output
+        scanner = self._scanner
+        output = self._output
         try:
             yield from scan(scanner, output)
             yield from scanner.until(markers(), output.content)

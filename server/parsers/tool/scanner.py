@@ -55,7 +55,8 @@ class Scanner:
 
     def feed(self, text: str) -> None:
         """Append text."""
-        self._text, self._position = self._text[self._position :] + text, 0
+        self._text = self._text[self._position :] + text
+        self._position = 0
 
     def end(self) -> None:
         """Mark the end of the text."""
@@ -63,12 +64,14 @@ class Scanner:
 
     def start_recording(self) -> None:
         """Record the text consumed from here on, so that it can be emitted as content after all."""
-        self._recorded, self._committed = [], False
+        self._recorded = []
+        self._committed = False
 
     def commit(self) -> None:
         """Drop the text recorded so far: its meaning is decided. Later text is still recorded."""
         if self._recorded is not None:
-            self._recorded, self._committed = [], True
+            self._recorded = []
+            self._committed = True
 
     def is_uncommitted(self) -> bool:
         """Return whether text is being recorded and nothing was committed yet."""
@@ -76,7 +79,8 @@ class Scanner:
 
     def stop_recording(self) -> str:
         """Stop recording and return the text since `start_recording` or the last `commit`."""
-        text, self._recorded = "".join(self._recorded or ()), None
+        text = "".join(self._recorded or ())
+        self._recorded = None
         return text
 
     def rest(self) -> str:

@@ -153,7 +153,8 @@ def _literal(text: str, types: frozenset[str]) -> str | None:
         pass
     if not text or (text[0] in "+-.0123456789" and "number" not in types):
         return None
-    scanner, pieces = Scanner(), list[str]()
+    scanner = Scanner()
+    pieces = list[str]()
     scanner.feed(text + "\n")  # ends a number or word
     scanner.end()
     try:

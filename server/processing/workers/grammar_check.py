@@ -51,7 +51,8 @@ class GrammarCheck:
         elapsed: float = ELAPSED_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._seconds, self._elapsed = seconds, elapsed
+        self._seconds = seconds
+        self._elapsed = elapsed
         self._threads = ThreadPoolExecutor(PROCESSES, "pagoda-grammar-check")
         words = _Once(lambda: _words(make_vocabulary()))
         self._workers = [
@@ -143,7 +144,8 @@ class _Once:
     """Makes something when it is first called, and returns the same from then on. Thread-safe."""
 
     def __init__(self, make: Callable[[], bytes]) -> None:
-        self._make, self._lock = make, threading.Lock()
+        self._make = make
+        self._lock = threading.Lock()
         self._made: bytes | None = None
 
     def __call__(self) -> bytes:

@@ -50,7 +50,9 @@ def longest_first(words: Words) -> Callable[[str], list[int]]:
     longest = max(map(len, ids), default=1)
 
     def encode(text: str) -> list[int]:
-        data, tokens, start = text.encode(), [], 0
+        data = text.encode()
+        tokens = []
+        start = 0
         while start < len(data):
             size = next((size for size in range(longest, 0, -1) if data[start : start + size] in ids), 0)
             if size:

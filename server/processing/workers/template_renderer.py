@@ -45,7 +45,8 @@ class TemplateRenderer:
     """Renders chat templates in a process per lane, which starts with the first request. Thread-safe."""
 
     def __init__(self, seconds: float = SECONDS, elapsed: float = ELAPSED_SECONDS) -> None:
-        self._seconds, self._elapsed = seconds, elapsed
+        self._seconds = seconds
+        self._elapsed = elapsed
         self._lanes: dict[Lane, tuple[ChildWorker, ThreadPoolExecutor]] = {}
         self._variables: OrderedDict[bytes, frozenset[str]] = OrderedDict()
         self._waiting = 0
@@ -105,7 +106,8 @@ class TemplateRenderer:
         """End the processes. Idempotent."""
         with self._lock:
             self._closed = True
-            lanes, self._lanes = self._lanes, {}
+            lanes = self._lanes
+            self._lanes = {}
         for worker, thread in lanes.values():
             thread.shutdown(wait=False, cancel_futures=True)
             worker.close()

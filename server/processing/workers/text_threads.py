@@ -41,7 +41,9 @@ class TextThreads:
         `characters`: the length of its texts. Raises OverLimitError if too much waits, and what `work` raises.
         """
         await self._admit(characters)
-        loop, cancelled, context = asyncio.get_running_loop(), threading.Event(), copy_context()
+        loop = asyncio.get_running_loop()
+        cancelled = threading.Event()
+        context = copy_context()
         context.run(CANCELLED.set, cancelled)
         try:
             future: Future[T] = self._pool.submit(partial(context.run, work, *arguments))

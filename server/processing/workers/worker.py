@@ -46,7 +46,8 @@ class WorkerEndedError(Exception):
 
     def __init__(self, message: str, *, out_of_time: bool = False, stopped: bool = False) -> None:
         super().__init__(message)
-        self.out_of_time, self.stopped = out_of_time, stopped
+        self.out_of_time = out_of_time
+        self.stopped = stopped
 
 
 # The parent's side.
@@ -69,8 +70,12 @@ class ChildWorker:
 
         `seconds`: processor time of a request; `elapsed`: seconds by `clock` until its reply, however busy the machine.
         """
-        self._program, self._seconds, self._elapsed = tuple(program), seconds, elapsed
-        self._make_setup, self._name, self._clock = setup, name, clock
+        self._program = tuple(program)
+        self._seconds = seconds
+        self._elapsed = elapsed
+        self._make_setup = setup
+        self._name = name
+        self._clock = clock
         self._lock = threading.RLock()
         self._setup: bytes | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -164,7 +169,8 @@ class ChildWorker:
             raise RuntimeError(f"the {self._name} is closed")
 
     def _end(self, *, forced: bool = True) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         self._num_served = 0
         if process is None:
             return
@@ -191,9 +197,11 @@ class _Limits:
     """What a request may still use. The parent measures it: a child may inherit blocked or ignored signals."""
 
     def __init__(self, pid: int, seconds: float, elapsed: float, clock: Callable[[], float]) -> None:
-        self._pid, self._clock = pid, clock
+        self._pid = pid
+        self._clock = clock
         self._used_at_end = _Usage.of(pid).seconds + seconds
-        self._stopped_until, self._until = clock() + seconds, clock() + elapsed
+        self._stopped_until = clock() + seconds
+        self._until = clock() + elapsed
 
     def left(self) -> float:
         """Return after how many seconds to look again.
@@ -201,7 +209,8 @@ class _Limits:
         Raises WorkerTimeoutError when no time is left, WorkerEndedError when no processor time is, or when the child
         is stopped and would by now have used its processor time if it ran.
         """
-        now, usage = self._clock(), _Usage.of(self._pid)
+        now = self._clock()
+        usage = _Usage.of(self._pid)
         if now >= self._until:
             raise WorkerTimeoutError
         if now >= self._stopped_until and usage.is_stopped:

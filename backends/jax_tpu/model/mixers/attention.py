@@ -46,9 +46,14 @@ class JaxAttention(nnx.Module):
 
     def __init__(self, spec: Attention, width: int, build: JaxBuildContext) -> None:
         layout = HeadLayout.of(spec, build.tensor)
-        slots, group, dim = layout.slots, layout.group, spec.head_dim
-        self.spec, self.layout, self.kv_heads = spec, layout, slots // build.tensor
-        parts, inputs = slot_parts(spec, group), spec.input_width(width)
+        slots = layout.slots
+        group = layout.group
+        dim = spec.head_dim
+        self.spec = spec
+        self.layout = layout
+        self.kv_heads = slots // build.tensor
+        parts = slot_parts(spec, group)
+        inputs = spec.input_width(width)
         self.qkv = build.matrix("qkv", "K.D", slots * parts, dim, inputs)
         self.qkv_bias = build.parameter("KGH", slots, parts, dim) if spec.qkv_bias else None
         apart = spec.value_width != dim and spec.shares_cache_of is None
@@ -88,7 +93,8 @@ class JaxAttention(nnx.Module):
             heads = heads + jnp.concatenate([each for each in low_rank.values() if each.ndim == heads.ndim], 2)
         if self.qkv_bias is not None:
             heads = heads + self.qkv_bias[...]
-        group, gates = self.layout.group, None
+        group = self.layout.group
+        gates = None
         if self.spec.output_gate and self.gate is None:
             heads, gates = heads[:, :, :-group], heads[:, :, -group:]
         if self.spec.qkv_clip is not None:
@@ -143,7 +149,8 @@ class JaxAttention(nnx.Module):
 
         `v` [T, K, V]: values that are not among the heads.
         """
-        q, k = heads[:, :, : self.layout.group], None
+        q = heads[:, :, : self.layout.group]
+        k = None
         if self.spec.shares_cache_of is None:
             k = heads[:, :, self.layout.group]
             v = heads[:, :, -1] if v is None else v
@@ -153,7 +160,8 @@ class JaxAttention(nnx.Module):
             q, k = self._normalise(q, k)
         if rotation is not None:
             rotate = partial(rotation, columns=tokens_are_columns(len(q)))
-            q, k = rotate(q), None if k is None else rotate(k)
+            q = rotate(q)
+            k = None if k is None else rotate(k)
         if self.spec.qk_norm_after_rope:
             q, k = self._normalise(q, k)
         return q.reshape(len(q), -1, q.shape[-1]), k, v
@@ -202,7 +210,9 @@ def _lora(
     """Return the adapters of the projections of the input, and of the output; None without slots."""
     if build.lora is None:
         return None, None
-    slots, group, dim = layout.slots, layout.group, spec.head_dim
+    slots = layout.slots
+    group = layout.group
+    dim = spec.head_dim
     value = (slots, 1, dim) if spec.value_width == dim else (slots, spec.value_width)
     gate = (slots, group) if spec.gate_per_head else (slots, group, dim)
     shapes = {"q": (slots, group, dim), "k": (slots, 1, dim), "v": value, "gate": gate}
@@ -217,7 +227,8 @@ def _qk_norms(
     """Create the QK norm's weights, or its biases: [H] each, or one per channel of the full projections."""
     if spec.qk_norm is None or not spec.qk_norm.scale:
         return None, None
-    shared, dim = spec.shares_cache_of is not None, spec.head_dim
+    shared = spec.shares_cache_of is not None
+    dim = spec.head_dim
     if spec.qk_norm_over == "per_head":
         return build.parameter("H", dim), None if shared else build.parameter("H", dim)
     return build.parameter("KGH", slots, group, dim), None if shared else build.parameter("KH", slots, dim)

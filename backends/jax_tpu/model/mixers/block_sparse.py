@@ -22,7 +22,9 @@ class JaxBlockIndex(nnx.Module):
     def __init__(
         self, spec: BlockIndexer, attention: Attention, slots: int, width: int, build: JaxBuildContext
     ) -> None:
-        self.spec, self.attention, self.kv_heads = spec, attention, slots // build.tensor
+        self.spec = spec
+        self.attention = attention
+        self.kv_heads = slots // build.tensor
         self.rule = BlockRule(spec.tokens, spec.top_k, spec.local)
         self.q = build.parameter("K.D", slots, spec.head_dim, width)
         self.k = build.parameter(".D", spec.head_dim, width)
@@ -32,10 +34,12 @@ class JaxBlockIndex(nnx.Module):
         self, x: jax.Array, cache: jax.Array, cache_index: jax.Array, rotations: Rotations, step: AnyStep
     ) -> jax.Array:
         """Return the stacked cache with the keys of x [T, D]."""
-        rotate, kernel = rotations[self.spec.rope], step.kernel
+        rotate = rotations[self.spec.rope]
+        kernel = step.kernel
         assert rotate is not None, "only no Rope has no rotation"
         keys = rotate(self.k_norm(project(x, self.k[...]))[:, None])[:, 0]
-        layer, layout = step.cache_layer(cache_index, cache), kernel.latent_layout(self.spec.head_dim, 0)
+        layer = step.cache_layer(cache_index, cache)
+        layout = kernel.latent_layout(self.spec.head_dim, 0)
         options = {"use_kernel": kernel.use_kernel, "interpret": kernel.interpret}
         return store_latents(keys, cache, layer, step.ragged(cache_index).cleaned(), layout, **options)
 
@@ -52,10 +56,13 @@ class JaxBlockIndex(nnx.Module):
 
         x [T, D]; `caches`: of K and V, and of the indexer's keys, with those of x.
         """
-        rotate, kernel, (q, k, v) = rotations[self.spec.rope], step.kernel, heads
+        rotate = rotations[self.spec.rope]
+        kernel = step.kernel
+        q, k, v = heads
         assert rotate is not None, "only no Rope has no rotation"
         dim = self.attention.head_dim
-        layout, batch = kernel.kv_layout(self.kv_heads, dim, dim), step.ragged(cache_index).cleaned()
+        layout = kernel.kv_layout(self.kv_heads, dim, dim)
+        batch = step.ragged(cache_index).cleaned()
         layer = step.cache_layer(cache_index, caches[0])
         options = {"use_kernel": kernel.use_kernel, "interpret": kernel.interpret}
         cache = store_heads(k, v, caches[0], layer, batch, layout, **options)

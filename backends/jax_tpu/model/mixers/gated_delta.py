@@ -27,9 +27,13 @@ class JaxGatedDelta(nnx.Module):
     """
 
     def __init__(self, spec: GatedDelta, width: int, build: JaxBuildContext) -> None:
-        layout, wide = HeadLayout.of(spec, build.tensor), build.float32()
-        slots, group = layout.slots, layout.group
-        self.spec, self.group, self.slots = spec, group, slots // build.tensor
+        layout = HeadLayout.of(spec, build.tensor)
+        wide = build.float32()
+        slots = layout.slots
+        group = layout.group
+        self.spec = spec
+        self.group = group
+        self.slots = slots // build.tensor
         self.channels = 2 * spec.key_dim + group * spec.value_dim  # of a slot's convolution
         self.inner = build.matrix("inner", "K.D", slots, self.channels + group * spec.value_dim, width)
         self.rates = build.parameter("K.D", slots, 2 * group, width)
@@ -48,10 +52,12 @@ class JaxGatedDelta(nnx.Module):
         self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
     ) -> tuple[jax.Array, Caches]:
         """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
-        spec, batch = self.spec, step.states(cache_index)
+        spec = self.spec
+        batch = step.states(cache_index)
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
-        qkv, gate = inner[..., : self.channels].astype(jnp.float32), inner[..., self.channels :]
+        qkv = inner[..., : self.channels].astype(jnp.float32)
+        gate = inner[..., self.channels :]
         layer = step.cache_layer(cache_index, caches[0])
         qkv, tails = convolve(qkv, self.taps[...], caches[0], layer, batch, step.seq_ids)
         rates = adapted(project(x, self.rates[...]), self.rates_lora, x, step)
@@ -64,9 +70,11 @@ class JaxGatedDelta(nnx.Module):
 
     def _inputs(self, qkv: jax.Array, rates: jax.Array) -> DeltaInputs:
         """Qkv [T, K, channels] after the convolution, rates [T, K, 2 G] -> the rule's inputs."""
-        spec, tokens = self.spec, len(qkv)
+        spec = self.spec
+        tokens = len(qkv)
         q, k, v = jnp.split(qkv, [spec.key_dim, 2 * spec.key_dim], axis=-1)
-        beta, decay = rates[..., : self.group], rates[..., self.group :]
+        beta = rates[..., : self.group]
+        decay = rates[..., self.group :]
         log_decay = -jnp.exp(self.decay_rate[...]) * jax.nn.softplus(decay + self.decay_offset[...])
         return DeltaInputs(
             l2_norm(q) * spec.key_dim**-0.5,

@@ -26,13 +26,16 @@ class JaxKimiDelta(nnx.Module):
     """
 
     def __init__(self, spec: KimiDelta, width: int, build: JaxBuildContext) -> None:
-        slots, dim, wide = HeadLayout.of(spec, build.tensor).slots, spec.head_dim, build.float32()
+        slots = HeadLayout.of(spec, build.tensor).slots
+        dim = spec.head_dim
+        wide = build.float32()
         self.spec = spec
         self.inner = build.matrix("inner", "K.D", slots, 3 * dim, width)
         self.beta = build.parameter("KD", slots, width)
         self.low_rank = None if spec.rank is None else build.parameter(".D", 2 * spec.rank, width)
         of_inputs = ("K.D", slots, dim, width) if spec.rank is None else ("K..", slots, dim, spec.rank)
-        self.decay, self.gate = build.parameter(*of_inputs), build.parameter(*of_inputs)
+        self.decay = build.parameter(*of_inputs)
+        self.gate = build.parameter(*of_inputs)
         self.taps = wide.parameter("K..", slots, 3 * dim, spec.taps)
         self.decay_rate = wide.parameter("K", slots)
         self.decay_offset = wide.parameter("K.", slots, dim)
@@ -40,7 +43,8 @@ class JaxKimiDelta(nnx.Module):
         self.out = build.matrix("out", "DK", width, slots * dim)
         self.lora_in = matrix_lora(build, "D", width, "K.", *((slots, dim),) * 3)
         self.beta_lora = matrix_lora(build, "D", width, "K", (slots,))
-        ranks, source = ((spec.rank,), (spec.rank,)) if spec.rank is not None else (), spec.rank or width
+        ranks = ((spec.rank,), (spec.rank,)) if spec.rank is not None else ()
+        source = spec.rank or width
         self.low_rank_lora = matrix_lora(build, "D", width, ".", *ranks) if ranks else None
         axis = "D" if spec.rank is None else "."
         self.decay_lora, self.gate_lora = (matrix_lora(build, axis, source, "K.", (slots, dim)) for _ in range(2))
@@ -50,7 +54,8 @@ class JaxKimiDelta(nnx.Module):
         self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
     ) -> tuple[jax.Array, Caches]:
         """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
-        batch, layer = step.states(cache_index), step.cache_layer(cache_index, caches[0])
+        batch = step.states(cache_index)
+        layer = step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         qkv = jax.lax.optimization_barrier(project(x, self.inner, step))
         qkv = adapted(qkv, self.lora_in, x, step).astype(jnp.float32)
@@ -77,7 +82,8 @@ class JaxKimiDelta(nnx.Module):
 
     def _log_decay(self, decay: jax.Array) -> jax.Array:
         """Return the log decays of projected decays [T, K, H], in float32."""
-        shifted, rate = decay.astype(jnp.float32) + self.decay_offset[...], jnp.exp(self.decay_rate[...])[:, None]
+        shifted = decay.astype(jnp.float32) + self.decay_offset[...]
+        rate = jnp.exp(self.decay_rate[...])[:, None]
         if self.spec.decay_bound is None:
             return -rate * jax.nn.softplus(shifted)
         return self.spec.decay_bound * jax.nn.sigmoid(rate * shifted)

@@ -41,10 +41,12 @@ class JaxIndexer(nnx.Module):
         self, x: jax.Array, cache: jax.Array, cache_index: jax.Array, rotations: Rotations, step: AnyStep
     ) -> jax.Array:
         """Return the stacked cache with the keys of x [T, D]."""
-        kernel, rotate = step.kernel, rotations[self.spec.rope]
+        kernel = step.kernel
+        rotate = rotations[self.spec.rope]
         assert rotate is not None, "only no Rope has no rotation"
         keys = rotate(self.k_norm(project(x, self.k[...]))[:, None])[:, 0]
-        layer, layout = step.cache_layer(cache_index, cache), kernel.latent_layout(self.spec.head_dim, 0)
+        layer = step.cache_layer(cache_index, cache)
+        layout = kernel.latent_layout(self.spec.head_dim, 0)
         batch = step.ragged(cache_index).cleaned()
         return store_latents(
             keys, cache, layer, batch, layout, use_kernel=kernel.use_kernel, interpret=kernel.interpret
@@ -83,7 +85,9 @@ class JaxLatentAttention(nnx.Module):
     """
 
     def __init__(self, spec: LatentAttention, width: int, build: JaxBuildContext) -> None:
-        heads, rank, low_rank = HeadLayout.of(spec, build.tensor).slots, spec.latent_dim, spec.query_rank
+        heads = HeadLayout.of(spec, build.tensor).slots
+        rank = spec.latent_dim
+        low_rank = spec.query_rank
         self.spec = spec
         self.q_a = None if low_rank is None else build.matrix("q_a", ".D", low_rank, width)
         self.q_a_bias = None if low_rank is None or not spec.bias else build.parameter(".", low_rank)
@@ -96,7 +100,8 @@ class JaxLatentAttention(nnx.Module):
         self.out = build.matrix("out", "DK", width, heads * spec.value_dim)
         self.out_bias = build.parameter("D", width) if spec.bias else None
         self.gate = build.parameter("KD", heads, width) if spec.gate_per_head else None
-        latents, queries = rank + spec.rope.dim, (heads, spec.nope_dim + spec.rope.dim)
+        latents = rank + spec.rope.dim
+        queries = (heads, spec.nope_dim + spec.rope.dim)
         self.q_a_lora = None if low_rank is None else matrix_lora(build, "D", width, ".", (low_rank,))
         self.queries_lora = matrix_lora(build, "D" if low_rank is None else ".", low_rank or width, "K.", queries)
         self.kv_a_lora = matrix_lora(build, "D", width, ".", (latents,))
@@ -113,17 +118,23 @@ class JaxLatentAttention(nnx.Module):
 
         `cache_index` int32 [2 n]: block table and cache layer of each.
         """
-        spec, rotate, low_rank = self.spec, rotations[self.spec.rope], self.low_rank(x, step)
+        spec = self.spec
+        rotate = rotations[self.spec.rope]
+        low_rank = self.low_rank(x, step)
         assert rotate is not None, "only no Rope has no rotation"
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         heads = jax.lax.optimization_barrier(project(low_rank, self.queries, step))
         heads = adapted(heads, self.queries_lora, low_rank, step)
         if spec.query_growth is not None:  # before RoPE, which does not change lengths
             heads = heads * query_growth(spec.query_growth, step.positions).astype(heads.dtype)
-        nope, rotary = heads[..., : spec.nope_dim], heads[..., spec.nope_dim :]
-        key_up, value_up = self.kv_up[:, : spec.nope_dim], self.kv_up[:, spec.nope_dim :]
-        absorbed, rotary = jnp.einsum("tnh,nhr->tnr", nope, key_up), rotate(rotary)
-        q, latents = jnp.concatenate([absorbed, rotary], -1), self._latents(x, rotations, step)
+        nope = heads[..., : spec.nope_dim]
+        rotary = heads[..., spec.nope_dim :]
+        key_up = self.kv_up[:, : spec.nope_dim]
+        value_up = self.kv_up[:, spec.nope_dim :]
+        absorbed = jnp.einsum("tnh,nhr->tnr", nope, key_up)
+        rotary = rotate(rotary)
+        q = jnp.concatenate([absorbed, rotary], -1)
+        latents = self._latents(x, rotations, step)
         if self.indexer is not None:
             caches = caches[0], self.indexer.store(x, caches[1], cache_index[2:], rotations, step)
         if self.indexer is not None and step.max_context > self.indexer.spec.top_k:
@@ -158,12 +169,16 @@ class JaxLatentAttention(nnx.Module):
         selection: SelectedTokens,
     ) -> tuple[jax.Array, jax.Array]:
         """Write latents [T, C] into the stacked cache, then attend: q [T, N, C] -> [T, N, rank], and the cache."""
-        spec, kernel, batch = self.spec, step.kernel, step.ragged(cache_index).cleaned()
-        layout, layer = kernel.latent_layout(spec.latent_dim, spec.rope.dim), step.cache_layer(cache_index, cache)
+        spec = self.spec
+        kernel = step.kernel
+        batch = step.ragged(cache_index).cleaned()
+        layout = kernel.latent_layout(spec.latent_dim, spec.rope.dim)
+        layer = step.cache_layer(cache_index, cache)
         cache = store_latents(
             latents, cache, layer, batch, layout, use_kernel=kernel.use_kernel, interpret=kernel.interpret
         )
-        knobs, decode_only = make_knobs(spec.scale, *(None,) * 6), step.decode_only
+        knobs = make_knobs(spec.scale, *(None,) * 6)
+        decode_only = step.decode_only
         options = {"layout": layout, "decode_only": decode_only, **kernel.options}
         return selected_attention(q, cache, layer, batch, knobs, selection, **options), cache
 
@@ -176,9 +191,11 @@ class JaxLatentAttention(nnx.Module):
 
     def _latents(self, x: jax.Array, rotations: Rotations, step: AnyStep) -> jax.Array:
         """X [T, D] -> [T, C]: the normalised latent, then the rotated rotary key."""
-        both, rotate = adapted(project(x, self.kv_a, step), self.kv_a_lora, x, step), rotations[self.spec.rope]
+        both = adapted(project(x, self.kv_a, step), self.kv_a_lora, x, step)
+        rotate = rotations[self.spec.rope]
         assert rotate is not None, "only no Rope has no rotation"
         if self.kv_a_bias is not None:
             both = both + self.kv_a_bias[...]
-        latent, rotary = both[:, : self.spec.latent_dim], both[:, self.spec.latent_dim :]
+        latent = both[:, : self.spec.latent_dim]
+        rotary = both[:, self.spec.latent_dim :]
         return jnp.concatenate([self.kv_a_norm(latent), rotate(rotary[:, None])[:, 0]], -1)

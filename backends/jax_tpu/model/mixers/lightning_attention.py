@@ -31,11 +31,14 @@ class JaxLightningAttention(nnx.Module):
     """One layer's linear attention: `inner` [K, 4 H, D] for q, k, v, gate; `norm` [K, H]; `out` [D, K * H]."""
 
     def __init__(self, spec: LightningAttention, width: int, build: JaxBuildContext) -> None:
-        self.spec, self.layout, dim = spec, HeadLayout.of(spec, build.tensor), spec.head_dim
+        self.spec = spec
+        self.layout = HeadLayout.of(spec, build.tensor)
+        dim = spec.head_dim
         slots = self.layout.slots
         self.inner = build.matrix("inner", "K.D", slots, 4 * dim, width)
         self.norm = build.parameter("K.", slots, dim) if spec.norm.scale else None
-        self.q_norm, self.k_norm = make_norm(spec.qk_norm, dim, build), make_norm(spec.qk_norm, dim, build)
+        self.q_norm = make_norm(spec.qk_norm, dim, build)
+        self.k_norm = make_norm(spec.qk_norm, dim, build)
         self.out = build.matrix("out", "DK", width, slots * dim)
         self.lora_in = matrix_lora(build, "D", width, "K.", *((slots, dim),) * 4)
         self.lora_out = matrix_lora(build, "K", slots * dim, "D", (width,))
@@ -44,15 +47,22 @@ class JaxLightningAttention(nnx.Module):
         self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
     ) -> tuple[jax.Array, Caches]:
         """X [T, D], the stacked states, this layer's int32 [2] (block table, layer) -> [T, D], the states."""
-        spec, batch, layer = self.spec, step.states(cache_index), step.cache_layer(cache_index, caches[0])
+        spec = self.spec
+        batch = step.states(cache_index)
+        layer = step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
-        qkv, gate = inner[..., : 3 * spec.head_dim], inner[..., 3 * spec.head_dim :]
+        qkv = inner[..., : 3 * spec.head_dim]
+        gate = inner[..., 3 * spec.head_dim :]
         q, k, v = jnp.split(jax.nn.silu(qkv) if spec.silu else qkv, 3, axis=-1)
-        q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
+        q = apply_norm(self.q_norm, q)
+        k = apply_norm(self.k_norm, k)
         if (rotation := rotations[spec.rope]) is not None:
-            q, k = rotation(q), rotation(k)
-        q, k, v = q.astype(jnp.float32) * spec.scale, k.astype(jnp.float32), v.astype(jnp.float32)
+            q = rotation(q)
+            k = rotation(k)
+        q = q.astype(jnp.float32) * spec.scale
+        k = k.astype(jnp.float32)
+        v = v.astype(jnp.float32)
         slopes = self.layout.keys(np.asarray(spec.slopes, np.float32), 1)
         decay = -local_part(jnp.asarray(slopes), q.shape[1])  # [K, 1]
         inputs = RecurrenceInputs((q, k), (v, jnp.broadcast_to(decay, (*q.shape[:2], 1))))

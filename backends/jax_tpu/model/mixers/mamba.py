@@ -26,8 +26,11 @@ class JaxMamba(nnx.Module):
     """
 
     def __init__(self, spec: Mamba, width: int, build: JaxBuildContext) -> None:
-        slots, wide = build.tensor, build.float32()
-        channels, rank, states = padded(spec.channels, slots) // slots, spec.step_rank, spec.state_dim
+        slots = build.tensor
+        wide = build.float32()
+        channels = padded(spec.channels, slots) // slots
+        rank = spec.step_rank
+        states = spec.state_dim
         self.spec = spec
         self.inner = build.matrix("inner", "K.D", slots, 2 * channels, width)
         self.inner_bias = build.parameter("K.", slots, 2 * channels) if spec.bias else None
@@ -49,7 +52,8 @@ class JaxMamba(nnx.Module):
         self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
     ) -> tuple[jax.Array, Caches]:
         """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
-        batch, layer = step.states(cache_index), step.cache_layer(cache_index, caches[0])
+        batch = step.states(cache_index)
+        layer = step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
         if self.inner_bias is not None:

@@ -30,9 +30,13 @@ class JaxMamba2(nnx.Module):
     """
 
     def __init__(self, spec: Mamba2, width: int, build: JaxBuildContext) -> None:
-        layout, wide = HeadLayout.of(spec, build.tensor), build.float32()
-        slots, group = layout.slots, layout.group
-        self.spec, self.layout, self.slots = spec, layout, slots // build.tensor
+        layout = HeadLayout.of(spec, build.tensor)
+        wide = build.float32()
+        slots = layout.slots
+        group = layout.group
+        self.spec = spec
+        self.layout = layout
+        self.slots = slots // build.tensor
         self.values = group * spec.head_dim
         self.channels = self.values + 2 * spec.state_dim  # of a slot's convolution
         inner = self.channels + self.values
@@ -47,7 +51,8 @@ class JaxMamba2(nnx.Module):
         self.skip = wide.parameter("KG", slots, group)
         self.norm = build.parameter("K.", slots, self.values) if spec.norm is not None and spec.norm.scale else None
         self.out = build.matrix("out", "DK", width, slots * self.values)
-        values, states = (slots, self.values), (slots, spec.state_dim)
+        values = (slots, self.values)
+        states = (slots, spec.state_dim)
         self.lora_in = matrix_lora(build, "D", width, "K.", values, states, states, values)
         self.steps_lora = matrix_lora(build, "D", width, "K.", (slots, group))
         self.lora_out = matrix_lora(build, "K", slots * self.values, "D", (width,))
@@ -57,12 +62,14 @@ class JaxMamba2(nnx.Module):
         self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
     ) -> tuple[jax.Array, Caches]:
         """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
-        batch, layer = step.states(cache_index), step.cache_layer(cache_index, caches[0])
+        batch = step.states(cache_index)
+        layer = step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
         if self.inner_bias is not None:
             inner = inner + self.inner_bias[...]
-        vbc, gate = inner[..., : self.channels].astype(jnp.float32), inner[..., self.channels :].astype(jnp.float32)
+        vbc = inner[..., : self.channels].astype(jnp.float32)
+        gate = inner[..., self.channels :].astype(jnp.float32)
         vbc, tails = convolve(vbc, self.taps[...], caches[0], layer, batch, step.seq_ids)
         vbc = jax.nn.silu(vbc if self.taps_bias is None else vbc + self.taps_bias[...])
         inputs = self._inputs(vbc, self._step_sizes(x, step))

@@ -22,7 +22,8 @@ class JaxShortConvolution(nnx.Module):
     """
 
     def __init__(self, spec: ShortConvolution, width: int, build: JaxBuildContext) -> None:
-        slots, wide = build.tensor, build.float32()
+        slots = build.tensor
+        wide = build.float32()
         channels = padded(spec.channels, slots) // slots
         self.inner = build.matrix("inner", "K.D", slots, 3 * channels, width)
         self.inner_bias = build.parameter("K.", slots, 3 * channels) if spec.bias else None
@@ -37,7 +38,8 @@ class JaxShortConvolution(nnx.Module):
         self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
     ) -> tuple[jax.Array, Caches]:
         """X [T, D], the stacked tails, this layer's int32 [2] (block table, layer) -> [T, D], the tails."""
-        batch, layer = step.states(cache_index), step.cache_layer(cache_index, caches[0])
+        batch = step.states(cache_index)
+        layer = step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
         if self.inner_bias is not None:

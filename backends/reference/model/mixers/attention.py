@@ -63,7 +63,8 @@ class Rotation:
             x = deinterleave(x, self.dim)
         if self.dim == x.shape[-1]:
             return torch.addcmul(x * self.cos, x.roll(self.dim // 2, -1), self.sin)
-        head, tail = x[..., : self.dim], x[..., self.dim :]
+        head = x[..., : self.dim]
+        tail = x[..., self.dim :]
         rotated = torch.addcmul(head * self.cos, head.roll(self.dim // 2, -1), self.sin)
         return torch.cat((rotated, tail), -1)
 
@@ -98,7 +99,8 @@ class Projection:
         self, spec: Attention, params: AttentionParams, head_norm: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         """`head_norm`: computes the QK norm of heads [T, N + K, H]."""
-        self.spec, self.params = spec, params
+        self.spec = spec
+        self.params = params
         self._normalise = self._normalise_parts if head_norm is None else head_norm
 
     def __call__(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,7 +116,8 @@ class Projection:
     def before_rotation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """X [T, D] -> queries and keys [T, N + K, H], normalised if that comes before RoPE, and values [T, K, V]."""
         spec = self.spec
-        projected, count = self.params.qkv(x), spec.heads + spec.kv_heads
+        projected = self.params.qkv(x)
+        count = spec.heads + spec.kv_heads
         if spec.qkv_clip is not None:
             projected = projected.clamp(-spec.qkv_clip, spec.qkv_clip)
         heads = projected[:, : count * spec.head_dim].view(len(x), count, spec.head_dim)
@@ -125,7 +128,8 @@ class Projection:
 
     def queries(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         """X [T, D] -> queries [T, N, H] of a mixer that reads another layer's K and V."""
-        spec, q_norm = self.spec, self.params.q_norm
+        spec = self.spec
+        q_norm = self.params.q_norm
         queries = self.params.qkv(x).view(x.shape[0], spec.heads, spec.head_dim)
         if spec.qkv_clip is not None:
             queries = queries.clamp(-spec.qkv_clip, spec.qkv_clip)
@@ -146,7 +150,8 @@ class Projection:
 
     def _normalise_parts(self, heads: Tensor) -> Tensor:
         """Apply the QK norm, if any, to heads [T, N+K, H]."""
-        spec, params = self.spec, self.params
+        spec = self.spec
+        params = self.params
         if spec.qk_norm is None:
             return heads
         parts = (heads[:, : spec.heads], params.q_norm), (heads[:, spec.heads :], params.k_norm)
@@ -169,7 +174,10 @@ class PagedHeads:
 
         `bias` [N, L]: added to the scores of keys that are 0, 1, ... tokens before the query; at most L are seen.
         """
-        self.spec, self.number, self.sinks, self.bias = spec, number, sinks, bias
+        self.spec = spec
+        self.number = number
+        self.sinks = sinks
+        self.bias = bias
         self.group = spec.heads // spec.kv_heads
 
     def __call__(
@@ -271,7 +279,8 @@ class InvariantHeads(PagedHeads):
         self, queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], first: int, span: CacheSpan
     ) -> Tensor:
         """Queries [t, N, H] from position `first`, each tile's keys [K, KEYS, H], values [K, KEYS, V] -> [t, N*V]."""
-        spec, count = self.spec, len(queries)
+        spec = self.spec
+        count = len(queries)
         q = F.pad(queries, (0, 0, 0, 0, 0, QUERIES - count)).view(QUERIES, spec.kv_heads, self.group, spec.head_dim)
         q = q.permute(1, 2, 0, 3).reshape(spec.kv_heads, self.group * QUERIES, spec.head_dim)
         positions = torch.arange(first, first + QUERIES)[:, None]
@@ -281,7 +290,8 @@ class InvariantHeads(PagedHeads):
             for at, tile in zip(range(begin, begin + len(keys) * KEYS, KEYS), keys)
         ]
         largest = torch.stack([tile.amax(-1, keepdim=True) for tile in scores]).amax(0)
-        total, mixed = torch.zeros_like(largest), q.new_zeros(*q.shape[:-1], spec.value_width)
+        total = torch.zeros_like(largest)
+        mixed = q.new_zeros(*q.shape[:-1], spec.value_width)
         if self.sinks is not None:
             sinks = self.sinks.float().view(spec.kv_heads, self.group, 1).expand(-1, -1, QUERIES).reshape(total.shape)
             largest = largest.maximum(sinks)
@@ -322,12 +332,15 @@ class PagedAttention:
     """One layer's attention."""
 
     def __init__(self, spec: Attention, params: AttentionParams, attend: PagedHeads) -> None:
-        self.spec, self.project, self.attend = spec, Projection(spec, params), attend
+        self.spec = spec
+        self.project = Projection(spec, params)
+        self.attend = attend
 
     def __call__(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations) -> Tensor:
         """X [T, D] -> [T, D]."""
         spec = self.spec
-        rotation, new = rotations[spec.rope], None
+        rotation = rotations[spec.rope]
+        new = None
         if spec.shares_cache_of is None:
             queries, keys, values = self.project(x, rotation)
             new = keys, values
@@ -360,7 +373,9 @@ def _head_norm(
     spec: Attention, params: AttentionParams, shape: HeadShape, native: Operators
 ) -> Callable[[Tensor], Tensor] | None:
     """Return the compiled QK norm; None if there is none, or no kernel for it."""
-    kind, q_norm, k_norm = spec.qk_norm, params.q_norm, params.k_norm
+    kind = spec.qk_norm
+    q_norm = params.q_norm
+    k_norm = params.k_norm
     if kind is None or kind.kind != "rms" or spec.qk_norm_over != "per_head" or q_norm is None or k_norm is None:
         return None
     weights = q_norm.weight, k_norm.weight
@@ -373,12 +388,18 @@ class FusedAttention:
     def __init__(
         self, project: Projection, number: int, shape: HeadShape, write: CacheWriter, native: Operators
     ) -> None:
-        self.spec, self.project, self.number = project.spec, project, number
-        self._shape, self._write, self._native = shape, write, native
+        self.spec = project.spec
+        self.project = project
+        self.number = number
+        self._shape = shape
+        self._write = write
+        self._native = native
 
     def __call__(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations) -> Tensor:
         """X [T, D] -> [T, D]."""
-        spec, cache, rotation = self.spec, caches[self.number], rotations[self.spec.rope]
+        spec = self.spec
+        cache = caches[self.number]
+        rotation = rotations[self.spec.rope]
         view = batch.views[cache.view]
         heads, values = self.project.before_rotation(x)
         tables = None if rotation is None else rotation.tables

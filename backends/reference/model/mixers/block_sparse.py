@@ -25,11 +25,15 @@ class BlockIndex:
     def __init__(self, spec: Attention, params: AttentionParams) -> None:
         assert spec.blocks is not None
         assert params.blocks is not None, "the weights are complete"
-        self.spec, self.params, self.heads = spec.blocks, params.blocks, spec.kv_heads
+        self.spec = spec.blocks
+        self.params = params.blocks
+        self.heads = spec.kv_heads
 
     def __call__(self, x: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor]:
         """X [T, D] -> queries [T, K, H], keys [T, H]."""
-        spec, params, rotate = self.spec, self.params, rotations[self.spec.rope]
+        spec = self.spec
+        params = self.params
+        rotate = rotations[self.spec.rope]
         assert rotate is not None, "only no Rope has no rotation"
         queries = norm(params.q(x).view(len(x), self.heads, -1), spec.norm, params.q_norm)
         keys = norm(params.k(x)[:, None], spec.norm, params.k_norm)
@@ -46,7 +50,9 @@ class PagedBlockAttention:
 
     def __init__(self, spec: Attention, params: AttentionParams, caches: tuple[int, ...]) -> None:
         """`caches`: the numbers of the cache of keys and values, and of that of the indexer's keys."""
-        self.spec, self.project, self.index = spec, Projection(spec, params), BlockIndex(spec, params)
+        self.spec = spec
+        self.project = Projection(spec, params)
+        self.index = BlockIndex(spec, params)
         self.number, self.index_number = caches
         self.group = spec.heads // spec.kv_heads
 
@@ -54,8 +60,10 @@ class PagedBlockAttention:
         """X [T, D] -> [T, D]."""
         queries, keys, values = self.project(x, rotations[self.spec.rope])
         index_queries, index_keys = self.index(x, rotations)
-        cache, index = caches[self.number], caches[self.index_number]
-        view, index_view = batch.views[cache.view], batch.views[index.view]
+        cache = caches[self.number]
+        index = caches[self.index_number]
+        view = batch.views[cache.view]
+        index_view = batch.views[index.view]
         for cached, new in zip(cache.arrays, (keys, values)):
             cached.index_copy_(1, view.write_slots, new.transpose(0, 1))
         index.arrays[0].index_copy_(1, index_view.write_slots, index_keys[None])
@@ -77,7 +85,9 @@ class PackedBlockAttention:
     """One layer's attention within each prompt."""
 
     def __init__(self, spec: Attention, params: AttentionParams) -> None:
-        self.spec, self.project, self.index = spec, Projection(spec, params), BlockIndex(spec, params)
+        self.spec = spec
+        self.project = Projection(spec, params)
+        self.index = BlockIndex(spec, params)
 
     def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations, *_: object) -> Tensor:
         """X [T, D] -> [T, D]."""

@@ -30,13 +30,16 @@ class DeltaLayer:
     """One layer's projections, convolution and rule, a RecurrentLayer."""
 
     def __init__(self, spec: GatedDelta, params: GatedDeltaParams) -> None:
-        self.spec, self.params, self.convolve = spec, params, Convolution(params.conv)
+        self.spec = spec
+        self.params = params
+        self.convolve = Convolution(params.conv)
         (cache,) = spec.caches()
         self.elements = cache.block_elements(1)
 
     def project(self, x: Tensor, rotations: Rotations) -> tuple[Inputs, Tensor]:
         """X [T, D] -> (q, k and v before the convolution [T, C], beta and log decay [T, N]), output gates [T, N*V]."""
-        spec, params = self.spec, self.params
+        spec = self.spec
+        params = self.params
         heads = spec.value_heads
         qkv, gate, beta, decay = params.inner(x).split([spec.channels, heads * spec.value_dim, heads, heads], -1)
         log_decay = params.decay_rate * F.softplus(decay.float() + params.decay_offset)
@@ -44,7 +47,8 @@ class DeltaLayer:
 
     def mix(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs [S, T, ...] and the states before them [S, elements] -> heads [S, T, N*V], the states after them."""
-        spec, (before, beta, decay) = self.spec, inputs
+        spec = self.spec
+        before, beta, decay = inputs
         tail, state = states.tensor_split([self.convolve.elements], -1)
         qkv, tail = self.convolve(before, tail)
         keys = spec.key_heads * spec.key_dim
@@ -106,8 +110,10 @@ def chunked_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, s
     of_v, of_state = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True).split(
         [v.shape[-1], k.shape[-1]], -1
     )
-    scores, queries = q @ k.mT * between, q * since_start
-    keys, last = k * between[..., -1, :, None], since_start[..., -1:, :]
+    scores = q @ k.mT * between
+    queries = q * since_start
+    keys = k * between[..., -1, :, None]
+    last = since_start[..., -1:, :]
     heads = []
     for chunk in range(q.shape[2]):
         written = of_v[:, :, chunk] - of_state[:, :, chunk] @ state

@@ -28,22 +28,23 @@ class KimiDeltaLayer:
     """One layer's projections, convolution and rule, a RecurrentLayer."""
 
     def __init__(self, spec: KimiDelta, params: KimiDeltaParams) -> None:
-        self.spec, self.params, self.convolve = spec, params, Convolution(params.conv)
+        self.spec = spec
+        self.params = params
+        self.convolve = Convolution(params.conv)
         (cache,) = spec.caches()
         self.elements = cache.block_elements(1)
 
     def project(self, x: Tensor, rotations: Rotations) -> tuple[Inputs, Tensor]:
         """X [T, D] -> (q, k and v before the convolution [T, C], beta [T, N], log decay [T, N*K]), gates [T, N*V]."""
-        spec, params = self.spec, self.params
+        spec = self.spec
+        params = self.params
         rank = spec.rank or spec.width
         qkv, beta, decay, gate = params.inner(x).split([3 * spec.width, spec.heads, rank, rank], -1)
         decay, gate = (
             part if layer is None else layer(part) for part, layer in ((decay, params.decay), (gate, params.gate))
         )
-        shifted, rate = (
-            (decay.float() + params.decay_offset).unflatten(-1, (spec.heads, -1)),
-            params.decay_rate[:, None],
-        )
+        shifted = (decay.float() + params.decay_offset).unflatten(-1, (spec.heads, -1))
+        rate = params.decay_rate[:, None]
         if spec.decay_bound is None:
             log_decay = rate * F.softplus(shifted)
         else:
@@ -52,7 +53,8 @@ class KimiDeltaLayer:
 
     def mix(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs [S, T, ...] and the states before them [S, elements] -> heads [S, T, N*V], the states after them."""
-        spec, (before, beta, decay) = self.spec, inputs
+        spec = self.spec
+        before, beta, decay = inputs
         tail, state = states.tensor_split([self.convolve.elements], -1)
         qkv, tail = self.convolve(before, tail)
         q, k, v = (part.unflatten(1, (spec.heads, -1)).mT for part in F.silu(qkv).chunk(3, 1))
@@ -93,7 +95,9 @@ def channel_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, s
     of_v, of_state = torch.linalg.solve_triangular(beta * system, sides, upper=False, unitriangular=True).split(
         [v.shape[-1], k.shape[-1]], -1
     )
-    queries, last, heads = q * since_start, since_start[..., -1, :, None], []
+    queries = q * since_start
+    last = since_start[..., -1, :, None]
+    heads = []
     for chunk in range(q.shape[2]):
         written = of_v[:, :, chunk] - of_state[:, :, chunk] @ state
         heads.append(queries[:, :, chunk] @ state + scores[:, :, chunk] @ written)
@@ -107,8 +111,10 @@ def _products(q: Tensor, k: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Te
     All [..., size, K]; the products [..., size, size], 0 for later tokens. Keys decay token by token, so that no decay
     is the quotient of two others, which may be 0.
     """
-    size, keys = q.shape[-2], k.clone()
-    rows, products = torch.stack((q, k), -2), q.new_zeros(2, *q.shape[:-1], size)
+    size = q.shape[-2]
+    keys = k.clone()
+    rows = torch.stack((q, k), -2)
+    products = q.new_zeros(2, *q.shape[:-1], size)
     for token in range(size):
         keys[..., :token, :].mul_(factors[..., token : token + 1, :])
         both = rows[..., token, :, :] @ keys[..., : token + 1, :].mT  # [..., 2, token + 1]

@@ -32,7 +32,8 @@ class LatentProjection:
     """One layer's projections around attention."""
 
     def __init__(self, spec: LatentAttention, params: LatentAttentionParams) -> None:
-        self.spec, self.params = spec, params
+        self.spec = spec
+        self.params = params
 
     def out(self, heads: Tensor, x: Tensor) -> Tensor:
         """Attended heads [T, N*V], V channels each, and the layer's input x [T, D], for the output gate -> [T, D]."""
@@ -91,7 +92,9 @@ class IndexQueries:
 
         `seen`: bool [T, C]; None: every query sees all.
         """
-        columns, heads, weights = keys.float().T, self.heads[rows], self.weights[rows]
+        columns = keys.float().T
+        heads = self.heads[rows]
+        weights = self.weights[rows]
         selected = []
         for tile in (slice(start, start + _QUERIES) for start in range(0, len(heads), _QUERIES)):
             scores = torch.einsum("tn,tnc->tc", weights[tile], (heads[tile] @ columns).relu_())
@@ -103,11 +106,13 @@ class IndexProjection:
     """One layer's projections to an indexer's keys and queries."""
 
     def __init__(self, spec: Indexer, params: IndexerParams) -> None:
-        self.spec, self.params = spec, params
+        self.spec = spec
+        self.params = params
 
     def keys(self, x: Tensor, rotations: Rotations) -> Tensor:
         """X [T, D] -> keys [T, H]."""
-        k_norm, rotate = self.params.k_norm, rotations[self.spec.rope]
+        k_norm = self.params.k_norm
+        rotate = rotations[self.spec.rope]
         assert rotate is not None, "only no Rope has no rotation"
         return rotate(norm(self.params.k(x), self.spec.norm, k_norm.weight, k_norm.bias)[:, None])[:, 0]
 
@@ -131,16 +136,21 @@ class PagedLatentAttention:
 
     def __init__(self, spec: LatentAttention, params: LatentAttentionParams, caches: tuple[int, ...]) -> None:
         """`caches`: the numbers of the latents' cache and, with an indexer, of its keys'."""
-        self.spec, self.params, self.project, self.number = spec, params, LatentProjection(spec, params), caches[0]
+        self.spec = spec
+        self.params = params
+        self.project = LatentProjection(spec, params)
+        self.number = caches[0]
         projection = index_projection(spec, params)
         self.indexer = None if projection is None else PagedIndexer(projection, caches[1])
 
     def __call__(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations) -> Tensor:
         """X [T, D] -> [T, D]."""
         low_rank = self.project.low_rank(x)
-        queries, latents = self.project.queries(low_rank, rotations), self.project.latents(x, rotations)
+        queries = self.project.queries(low_rank, rotations)
+        latents = self.project.latents(x, rotations)
         queries = self.project.grown(queries, batch.positions)
-        (cached,), view = caches[self.number].arrays, batch.views[caches[self.number].view]
+        (cached,) = caches[self.number].arrays
+        view = batch.views[caches[self.number].view]
         cached.index_copy_(1, view.write_slots, latents[None])
         selected: Sequence[Tensor | None] = [None] * len(batch.sequences)
         if self.indexer is not None:
@@ -153,7 +163,8 @@ class PagedLatentAttention:
 
     def _decode(self, queries: Tensor, span: CacheSpan, cached: Tensor, selected: Tensor | None) -> Tensor:
         """One query token [1, N, H] -> [1, N*V]; all heads read the latents as they are."""
-        spec, latents = self.spec, span.read(cached)  # [1, C, R]
+        spec = self.spec  # [1, C, R]
+        latents = span.read(cached)
         if selected is not None:
             latents = latents[:, selected[0]]
         nope, rotary = queries[0].split([spec.nope_dim, spec.rope.dim], -1)
@@ -182,14 +193,16 @@ class PagedIndexer:
 
     def __init__(self, project: IndexProjection, number: int) -> None:
         """`number`: of the cache."""
-        self.project, self.number = project, number
+        self.project = project
+        self.number = number
 
     def __call__(
         self, x: Tensor, low_rank: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations
     ) -> list[Tensor | None]:
         """Return for each sequence which tokens of its span its queries attend to, bool [T, C]; None: all they see."""
         top_k = self.project.spec.top_k
-        (cached,), view = caches[self.number].arrays, batch.views[caches[self.number].view]
+        (cached,) = caches[self.number].arrays
+        view = batch.views[caches[self.number].view]
         cached.index_copy_(1, view.write_slots, self.project.keys(x, rotations)[None])
         queries = self.project.queries(x, low_rank, rotations)
         return [
@@ -213,13 +226,15 @@ class PackedLatentAttention:
     """One layer's latent attention within each prompt."""
 
     def __init__(self, spec: LatentAttention, params: LatentAttentionParams) -> None:
-        self.spec, self.project = spec.expanded(), LatentProjection(spec, params)
+        self.spec = spec.expanded()
+        self.project = LatentProjection(spec, params)
         self.indexer = index_projection(spec, params)
 
     def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations, *_: object) -> Tensor:
         """X [T, D] -> [T, D]."""
         low_rank = self.project.low_rank(x)
-        queries, masks = self.project.grown(self.project.queries(low_rank, rotations), batch.positions), {}
+        queries = self.project.grown(self.project.queries(low_rank, rotations), batch.positions)
+        masks = {}
         if self.indexer is not None:
             masks = _packed_masks(self.indexer, x, low_rank, batch, rotations)
         keys, values = self.project.expand(self.project.latents(x, rotations))
@@ -230,7 +245,8 @@ def _packed_masks(
     indexer: IndexProjection, x: Tensor, low_rank: Tensor, batch: PackedPrompts, rotations: Rotations
 ) -> dict[int, Tensor]:
     """Return by length which tokens the tokens of each prompt attend to, bool [n, 1, length, length]."""
-    keys, queries = indexer.keys(x, rotations), indexer.queries(x, low_rank, rotations)
+    keys = indexer.keys(x, rotations)
+    queries = indexer.queries(x, low_rank, rotations)
     masks = {}
     for group in batch.groups:
         if group.length > indexer.spec.top_k:

@@ -23,13 +23,16 @@ class LightningLayer:
     """One layer's projections and scan, a RecurrentLayer."""
 
     def __init__(self, spec: LightningAttention, params: LightningParams) -> None:
-        self.spec, self.params, self.decay = spec, params, -torch.tensor(spec.slopes)[:, None]
+        self.spec = spec
+        self.params = params
+        self.decay = -torch.tensor(spec.slopes)[:, None]
         (cache,) = spec.caches()
         self.elements = cache.block_elements(1)
 
     def project(self, x: Tensor, rotations: Rotations) -> tuple[Inputs, Tensor]:
         """X [T, D] -> (q, k and v [T, 3*N*H],), output gates [T, N*H]."""
-        spec, channels = self.spec, self.spec.heads * self.spec.head_dim
+        spec = self.spec
+        channels = self.spec.heads * self.spec.head_dim
         qkv, gate = self.params.inner(x).split([3 * channels, channels], -1)
         qkv = F.silu(qkv) if spec.silu else qkv
         if spec.qk_norm is None and spec.rope is None:
@@ -49,7 +52,8 @@ class LightningLayer:
 
     def mix(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs [S, T, ...] and the states before them [S, elements] -> heads [S, T, N*H], the states after them."""
-        spec, tokens = self.spec, inputs[0].shape[1]
+        spec = self.spec
+        tokens = inputs[0].shape[1]
         q, k, v = (part.unflatten(-1, (spec.heads, -1)).transpose(1, 2) for part in inputs[0].chunk(3, -1))
         scan = recurrent_scan if tokens == 1 else chunked_scan
         decay = self.decay.expand(len(q), -1, tokens)

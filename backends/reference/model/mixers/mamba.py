@@ -28,7 +28,9 @@ class MambaLayer:
     """One layer's projections, convolution and scan, a RecurrentLayer."""
 
     def __init__(self, spec: Mamba, params: MambaParams) -> None:
-        self.spec, self.params, self.convolve = spec, params, Convolution(params.conv)
+        self.spec = spec
+        self.params = params
+        self.convolve = Convolution(params.conv)
         (cache,) = spec.caches()
         self.elements = cache.block_elements(1)
 
@@ -39,7 +41,8 @@ class MambaLayer:
 
     def mix(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs [S, T, C] and the states before them [S, elements] -> [S, T, C], the states after them."""
-        spec, params = self.spec, self.params
+        spec = self.spec
+        params = self.params
         tail, state = states.tensor_split([self.convolve.elements], -1)
         mixed, tail = self.convolve(inputs[0], tail)
         v = F.silu(mixed).mT

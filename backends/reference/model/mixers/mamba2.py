@@ -30,19 +30,23 @@ class Mamba2Layer:
     """One layer's projections, convolution and scan, a RecurrentLayer."""
 
     def __init__(self, spec: Mamba2, params: Mamba2Params) -> None:
-        self.spec, self.params, self.convolve = spec, params, Convolution(params.conv)
+        self.spec = spec
+        self.params = params
+        self.convolve = Convolution(params.conv)
         (cache,) = spec.caches()
         self.elements = cache.block_elements(1)
 
     def project(self, x: Tensor, rotations: Rotations) -> tuple[Inputs, Tensor]:
         """X [T, D] -> (v, b and c before the convolution [T, C], step [T, N]), output gates [T, N*H]."""
-        spec, params = self.spec, self.params
+        spec = self.spec
+        params = self.params
         vbc, gate, step = params.inner(x).split([spec.channels, spec.width, spec.heads], -1)
         return (vbc.float(), F.softplus(step.float() + params.step_offset).clamp(*spec.step_limit)), gate
 
     def mix(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs [S, T, ...] and the states before them [S, elements] -> heads [S, T, N*H], the states after them."""
-        spec, (before, step) = self.spec, inputs
+        spec = self.spec
+        before, step = inputs
         tail, state = states.tensor_split([self.convolve.elements], -1)
         vbc, tail = self.convolve(before, tail)
         v, b, c = F.silu(vbc).split([spec.width, *(spec.groups * spec.state_dim,) * 2], 1)
@@ -61,7 +65,8 @@ class Mamba2Layer:
 
     def out(self, heads: Tensor, gate: Tensor) -> Tensor:
         """Heads float32 and gates [T, N*H] -> [T, D]."""
-        spec, factor = self.spec, F.silu(gate.float())
+        spec = self.spec
+        factor = F.silu(gate.float())
         if spec.norm is None:
             mixed = heads * factor
         elif spec.norm_before_gate:
@@ -72,7 +77,8 @@ class Mamba2Layer:
 
     def _norm(self, heads: Tensor) -> Tensor:
         """Normalise the channels of each group by itself, [T, N*H]."""
-        spec, weight = self.spec, self.params.norm
+        spec = self.spec
+        weight = self.params.norm
         assert spec.norm is not None
         assert weight is not None
         weight = weight.float().view(spec.groups, -1)
@@ -97,7 +103,8 @@ def chunked_scan(v: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) 
 
         head_i = exp(G_i) c_i state + sum over j <= i of exp(G_i - G_j) (c_i b_j) v_j
     """
-    tokens, repeats = v.shape[2], v.shape[1] // b.shape[1]
+    tokens = v.shape[2]
+    repeats = v.shape[1] // b.shape[1]
     size = min(SSD_CHUNK, tokens)
     padding = -tokens % size  # with v, b and log decay 0, which changes nothing
     v, b, c = (F.pad(part, (0, 0, 0, padding)).unflatten(2, (-1, size)) for part in (v, b, c))  # [S, *, M, size, *]
@@ -107,7 +114,8 @@ def chunked_scan(v: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) 
     inside = ((c @ b.mT).repeat_interleave(repeats, 1) * between) @ v
     b, c = (part.repeat_interleave(repeats, 1) for part in (b, c))
     added = (b * between[..., -1, :, None]).mT @ v  # [S, N, M, K, H]
-    last, before = since_start[..., -1:, :], []
+    last = since_start[..., -1:, :]
+    before = []
     for chunk in range(v.shape[2]):
         before.append(state)
         state = torch.addcmul(added[:, :, chunk], last[:, :, chunk], state)

@@ -46,14 +46,17 @@ class PagedRecurrence:
 
     def __init__(self, layer: RecurrentLayer, number: int) -> None:
         """`number`: of its cache."""
-        self.layer, self.number = layer, number
+        self.layer = layer
+        self.number = number
 
     def __call__(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations) -> Tensor:
         """X [T, D] -> [T, D]."""
-        (states,), view = caches[self.number].arrays, batch.states[caches[self.number].view]
+        (states,) = caches[self.number].arrays
+        view = batch.states[caches[self.number].view]
         inputs, gate = self.layer.project(x, rotations)
         before = states[view.blocks].masked_fill_(view.is_first[:, None], 0)
-        parts, count = [], batch.num_decodes
+        parts = []
+        count = batch.num_decodes
         if count:
             mixed, after = self.layer.mix(tuple(part[:count, None] for part in inputs), before[:count])
             parts.append(mixed[:, 0])
@@ -93,7 +96,8 @@ class Convolution:
 
     def __init__(self, params: ConvolutionParams) -> None:
         self.params = params
-        self.past, self.channels = len(params.taps) - 1, params.taps.shape[1]
+        self.past = len(params.taps) - 1
+        self.channels = params.taps.shape[1]
         self.elements = self.past * self.channels
 
     def __call__(self, inputs: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +105,8 @@ class Convolution:
 
         A third of the time of torch's conv1d.
         """
-        tokens, (first, *others) = inputs.shape[1], self.params.taps
+        tokens = inputs.shape[1]
+        first, *others = self.params.taps
         seen = torch.cat((tail.unflatten(1, (self.channels, self.past)), inputs.mT), -1)  # [S, C, taps - 1 + T]
         mixed = seen[..., :tokens] * first
         for at, factor in enumerate(others, start=1):

@@ -14,7 +14,8 @@ class ShortConvolutionLayer:
     """One layer's projections and convolution, a RecurrentLayer."""
 
     def __init__(self, params: ShortConvolutionParams) -> None:
-        self.params, self.convolve = params, Convolution(params.conv)
+        self.params = params
+        self.convolve = Convolution(params.conv)
         self.elements = self.convolve.elements
 
     def project(self, x: Tensor, rotations: Rotations) -> tuple[Inputs, Tensor]:

@@ -57,7 +57,8 @@ class NaiveModel:
             raise WeightError(f"no weights for {', '.join(sorted(missing))}")
         for layer, owner in spec.shared_blocks.items():
             for part in ("block", "mixers.0"):
-                first, own = f"layers.{owner}.{part}.", f"layers.{layer}.{part}."
+                first = f"layers.{owner}.{part}."
+                own = f"layers.{layer}.{part}."
                 shared = {own + name.removeprefix(first): name for name in self._weights if name.startswith(first)}
                 self._weights |= {new: self._weights[name] for new, name in shared.items() if new not in self._weights}
 
@@ -147,7 +148,8 @@ class NaiveModel:
         y = self._layer(name, layer, x, None if layer.block is None else self._block(name, layer, x, first))
         if layer.shortcut is None:
             return y
-        mixture, norm = layer.shortcut.moe, layer.shortcut.norm
+        mixture = layer.shortcut.moe
+        norm = layer.shortcut.norm
         return y + self._moe(f"{name}.shortcut.moe", mixture, self._norm(f"{name}.shortcut.norm", norm, x))
 
     def _block(self, name: str, layer: Layer, x: Tensor, first: Tensor) -> Tensor:
@@ -211,7 +213,8 @@ class NaiveModel:
                 return naive_recurrent.recurrent(self._parts, name, mixer, x, self._rotate)
 
     def _attention(self, name: str, mixer: Attention, x: Tensor) -> Tensor:
-        queries, owner = self._heads(f"{name}.q", mixer, x), name
+        queries = self._heads(f"{name}.q", mixer, x)
+        owner = name
         if mixer.query_growth is not None:
             queries = queries * ops.query_growth(mixer.query_growth, torch.arange(len(x))).to(self.dtype)
         if mixer.shares_cache_of is None:
@@ -238,7 +241,8 @@ class NaiveModel:
         q = self._linear(f"{name}.q", x).view(len(x), mixer.kv_heads, -1)
         q = self._rotate(spec.rope, self._norm(f"{name}.q_norm", spec.norm, q))
         k = self._norm(f"{name}.k_norm", spec.norm, self._linear(f"{name}.k", x))[:, None]
-        k, seen = self._rotate(spec.rope, k)[:, 0], torch.zeros(mixer.kv_heads, len(x), len(x), dtype=torch.bool)
+        k = self._rotate(spec.rope, k)[:, 0]
+        seen = torch.zeros(mixer.kv_heads, len(x), len(x), dtype=torch.bool)
         for head in range(mixer.kv_heads):
             for token in range(len(x)):
                 scores = [float(part.max()) for part in (k[: token + 1] @ q[token, head]).split(spec.tokens)]
@@ -250,7 +254,8 @@ class NaiveModel:
 
     def _heads(self, name: str, mixer: Attention, x: Tensor) -> Tensor:
         """Return queries or keys, normalised and rotated, [T, N or K, H]."""
-        heads, norm = self._clipped(name, mixer, x), f"{name}_norm"
+        heads = self._clipped(name, mixer, x)
+        norm = f"{name}_norm"
         if mixer.qk_norm_over == "full":
             heads = self._norm(norm, mixer.qk_norm, heads)
         heads = heads.view(len(x), -1, mixer.head_dim)
@@ -279,8 +284,10 @@ class NaiveModel:
         latent, k_rope = self._linear(f"{name}.kv_a", x).split([mixer.latent_dim, mixer.rope.dim], -1)
         kv = self._linear(f"{name}.kv_b", self._norm(f"{name}.kv_a_norm", mixer.norm, latent))
         k_nope, v = kv.view(len(x), mixer.heads, -1).split([mixer.nope_dim, mixer.value_dim], -1)
-        q_rope, k_rope = self._rotate(mixer.rope, q_rope), self._rotate(mixer.rope, k_rope[:, None])
-        q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope.expand_as(q_rope)), -1)
+        q_rope = self._rotate(mixer.rope, q_rope)
+        k_rope = self._rotate(mixer.rope, k_rope[:, None])
+        q = torch.cat((q_nope, q_rope), -1)
+        k = torch.cat((k_nope, k_rope.expand_as(q_rope)), -1)
         if mixer.query_growth is not None:
             q = q * ops.query_growth(mixer.query_growth, torch.arange(len(x))).to(self.dtype)
         heads = self._attend(mixer.expanded(), q, k, v, seen)
@@ -292,7 +299,8 @@ class NaiveModel:
         """Return which tokens (columns) of `seen` each token (row) attends to, bool [T, T]."""
         q = self._rotate(indexer.rope, self._linear(f"{name}.q", low_rank).view(len(x), indexer.heads, -1))
         k = self._norm(f"{name}.k_norm", indexer.norm, self._linear(f"{name}.k", x))
-        k, weights = self._rotate(indexer.rope, k[:, None])[:, 0], self._linear(f"{name}.weights", x)
+        k = self._rotate(indexer.rope, k[:, None])[:, 0]
+        weights = self._linear(f"{name}.weights", x)
         products = torch.einsum("tnh,sh->tns", q.float(), k.float()).relu()
         return ops.select(torch.einsum("tn,tns->ts", weights.float(), products), seen, indexer.top_k)
 
@@ -326,7 +334,8 @@ class NaiveModel:
         correction = self._weights.get(f"{name}.router_correction")
         weights, experts = ops.route(self._linear(f"{name}.router", x), moe.router, correction)
         if moe.weighs_input:
-            routed, weights = x * weights.to(self.dtype), torch.ones_like(weights)
+            routed = x * weights.to(self.dtype)
+            weights = torch.ones_like(weights)
         else:
             routed = x
         mixed = ops.mix_experts(
@@ -350,7 +359,8 @@ class NaiveModel:
     def _mlp(self, name: str, mlp: Mlp, x: Tensor, expert: int | None = None) -> Tensor:
         up = self._linear(f"{name}.up", x, expert)
         if mlp.learned is not None:
-            p, n = self._weights[f"{name}.curvature_p"], self._weights[f"{name}.curvature_n"]
+            p = self._weights[f"{name}.curvature_p"]
+            n = self._weights[f"{name}.curvature_n"]
             return self._linear(f"{name}.down", ops.xielu(up, mlp.learned, p, n))
         if mlp.gated:
             gate = self._linear(f"{name}.gate", x, expert)

@@ -34,9 +34,11 @@ class NaiveParts:
 
     def linear(self, name: str, x: Tensor, expert: int | None = None) -> Tensor:
         """Return W x + b. `expert`: of stacked weights."""
-        weight, bias = self.weights[name], self.weights.get(f"{name}_bias")
+        weight = self.weights[name]
+        bias = self.weights.get(f"{name}_bias")
         if expert is not None:
-            weight, bias = weight[expert], None if bias is None else bias[expert]
+            weight = weight[expert]
+            bias = None if bias is None else bias[expert]
         return F.linear(x, weight, bias)
 
     def norm(self, name: str, norm: Norm | None, x: Tensor) -> Tensor:
@@ -52,7 +54,8 @@ class NaiveParts:
 
     def convolved(self, name: str, x: Tensor) -> Tensor:
         """Return the causal convolution of each channel of x [T, channels] by itself, in float32."""
-        taps, bias = self.wide(name)[:, 0], self.weights.get(f"{name}_bias")
+        taps = self.wide(name)[:, 0]
+        bias = self.weights.get(f"{name}_bias")
         padded = F.pad(x.float(), (0, 0, taps.shape[1] - 1, 0))
         mixed = torch.stack([padded[at : at + len(x)] * taps[:, at] for at in range(taps.shape[1])]).sum(0)
         return mixed if bias is None else mixed + bias.float()
@@ -83,7 +86,8 @@ def gated_delta(parts: NaiveParts, name: str, mixer: GatedDelta, x: Tensor) -> T
     """X [T, D] -> [T, D]."""
     dims = mixer.key_dim, mixer.key_dim, mixer.value_dim
     q, k, v = (_projected(parts, name, part, x).unflatten(-1, (-1, dim)) for part, dim in zip("qkv", dims))
-    q, k = ops.l2_norm(q) * mixer.key_dim**-0.5, ops.l2_norm(k)
+    q = ops.l2_norm(q) * mixer.key_dim**-0.5
+    k = ops.l2_norm(k)
     q, k = (part.repeat_interleave(mixer.value_heads // mixer.key_heads, dim=1) for part in (q, k))
     beta = mixer.beta_scale * parts.linear(f"{name}.beta", x).float().sigmoid()
     softplus = F.softplus((parts.linear(f"{name}.decay", x) + parts.weights[f"{name}.decay_offset"]).float())
@@ -97,7 +101,8 @@ def gated_delta(parts: NaiveParts, name: str, mixer: GatedDelta, x: Tensor) -> T
 def kimi_delta(parts: NaiveParts, name: str, mixer: KimiDelta, x: Tensor) -> Tensor:
     """X [T, D] -> [T, D]."""
     q, k, v = (_projected(parts, name, part, x).unflatten(-1, (mixer.heads, -1)) for part in "qkv")
-    q, k = ops.l2_norm(q) * mixer.head_dim**-0.5, ops.l2_norm(k)
+    q = ops.l2_norm(q) * mixer.head_dim**-0.5
+    k = ops.l2_norm(k)
     beta = parts.linear(f"{name}.beta", x).float().sigmoid()
     decay, gate = (
         parts.linear(f"{name}.{part}", x)
@@ -117,7 +122,8 @@ def kimi_delta(parts: NaiveParts, name: str, mixer: KimiDelta, x: Tensor) -> Ten
 
 def _delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
     """Return the heads [T, N, V]; q, k [T, N, K], v [T, N, V], beta [T, N], decay [T, N, K or 1]."""
-    state, heads = torch.zeros(*k.shape[1:], v.shape[-1]), []
+    state = torch.zeros(*k.shape[1:], v.shape[-1])
+    heads = []
     for t in range(len(q)):
         state = state * decay[t, :, :, None]
         delta = beta[t, :, None] * (v[t] - torch.einsum("nk,nkv->nv", k[t], state))
@@ -137,10 +143,14 @@ def lightning_attention(parts: NaiveParts, name: str, mixer: LightningAttention,
     q, k, v = (F.silu(part) if mixer.silu else part for part in (q, k, v))
     q, k = (parts.norm(f"{name}.{part}_norm", mixer.qk_norm, heads) for part, heads in (("q", q), ("k", k)))
     if mixer.rope is not None:
-        q, k = rotate(mixer.rope, q), rotate(mixer.rope, k)
-    q, k, v = mixer.scale * q.float(), k.float(), v.float()
+        q = rotate(mixer.rope, q)
+        k = rotate(mixer.rope, k)
+    q = mixer.scale * q.float()
+    k = k.float()
+    v = v.float()
     decay = torch.exp(-torch.tensor(mixer.slopes))[:, None, None]
-    state, heads = torch.zeros(mixer.heads, mixer.head_dim, mixer.head_dim), []
+    state = torch.zeros(mixer.heads, mixer.head_dim, mixer.head_dim)
+    heads = []
     for t in range(len(x)):
         state = decay * state + torch.einsum("nk,nv->nkv", k[t], v[t])
         heads.append(torch.einsum("nk,nkv->nv", q[t], state))
@@ -158,7 +168,8 @@ def mamba2(parts: NaiveParts, name: str, mixer: Mamba2, x: Tensor) -> Tensor:
     step = F.softplus(parts.linear(f"{name}.step", x).float() + parts.wide(f"{name}.step_offset"))
     step = step.clamp(*mixer.step_limit)
     decay = torch.exp(-parts.wide(f"{name}.decay_rate").exp() * step)
-    state, heads = torch.zeros(mixer.heads, mixer.head_dim, mixer.state_dim), []
+    state = torch.zeros(mixer.heads, mixer.head_dim, mixer.state_dim)
+    heads = []
     for t in range(len(x)):
         state = decay[t, :, None, None] * state + torch.einsum("n,nh,ns->nhs", step[t], v[t], b[t])
         heads.append(torch.einsum("nhs,ns->nh", state, c[t]))
@@ -182,7 +193,8 @@ def mamba(parts: NaiveParts, name: str, mixer: Mamba, x: Tensor) -> Tensor:
     )
     step = F.softplus(parts.linear(f"{name}.step", step).float() + parts.wide(f"{name}.step_offset"))
     rate = -parts.wide(f"{name}.decay_rate").exp()
-    state, outputs = torch.zeros(mixer.channels, mixer.state_dim), []
+    state = torch.zeros(mixer.channels, mixer.state_dim)
+    outputs = []
     for t in range(len(x)):
         state = torch.exp(step[t, :, None] * rate) * state + torch.outer(step[t] * v[t], b[t].float())
         outputs.append(state @ c[t].float())

@@ -63,7 +63,8 @@ def _mxfp4(blocks: Tensor, out: Tensor) -> None:
 
 
 def _nvfp4(blocks: Tensor, out: Tensor) -> None:
-    codes, scales = _nibbles(blocks[:, 4:].reshape(-1, 8)).int(), torch.from_numpy(UNSIGNED_E4M3)[blocks[:, :4].int()]
+    codes = _nibbles(blocks[:, 4:].reshape(-1, 8)).int()
+    scales = torch.from_numpy(UNSIGNED_E4M3)[blocks[:, :4].int()]
     torch.mul(torch.from_numpy(E2M1)[codes], scales.view(-1, 1), out=out.view(-1, 16))
 
 
@@ -79,35 +80,44 @@ def _fifth_bits(bits: Tensor) -> Tensor:
 
 
 def _q2_k(blocks: Tensor, out: Tensor) -> None:
-    numbers, values = blocks[:, 16:80].view(-1, 2, 32), out.view(-1, 2, 4, 32)
+    numbers = blocks[:, 16:80].view(-1, 2, 32)
+    values = out.view(-1, 2, 4, 32)
     for quarter in range(4):
         values[:, :, quarter] = (numbers >> 2 * quarter) & 3
-    packed, groups = blocks[:, :16], out.view(-1, 16, 16)
-    scales, minima = _half(blocks, 80) * (packed & 15), _half(blocks, 82) * (packed >> 4)
+    packed = blocks[:, :16]
+    groups = out.view(-1, 16, 16)
+    scales = _half(blocks, 80) * (packed & 15)
+    minima = _half(blocks, 82) * (packed >> 4)
     groups.mul_(scales[..., None]).sub_(minima[..., None])
 
 
 def _q3_k(blocks: Tensor, out: Tensor) -> None:
-    high, low, values = blocks[:, None, :32], blocks[:, 32:96].view(-1, 2, 32), out.view(-1, 2, 4, 32)
+    high = blocks[:, None, :32]
+    low = blocks[:, 32:96].view(-1, 2, 32)
+    values = out.view(-1, 2, 4, 32)
     halves = torch.arange(2, dtype=torch.uint8)[:, None] * 4
     for quarter in range(4):
         number = (low >> 2 * quarter) & 3
         values[:, :, quarter] = (number | ((high >> halves + quarter) & 1) << 2).sub_(4).view(torch.int8)
-    first, last = _nibbles(blocks[:, 96:104]), blocks[:, 104:108]
+    first = _nibbles(blocks[:, 96:104])
+    last = blocks[:, 104:108]
     top = torch.cat([(last >> 2 * quarter) & 3 for quarter in range(4)], 1)
     scales = _half(blocks, 108) * (first | top << 4).sub_(32).view(torch.int8)
     out.view(-1, 16, 16).mul_(scales[..., None])
 
 
 def _q4_k(blocks: Tensor, out: Tensor) -> None:
-    numbers, values = blocks[:, 16:].view(-1, 4, 32), out.view(-1, 4, 2, 32)
+    numbers = blocks[:, 16:].view(-1, 4, 32)
+    values = out.view(-1, 4, 2, 32)
     values[:, :, 0] = numbers & 15
     values[:, :, 1] = numbers >> 4
     _scale_and_shift(blocks, out)
 
 
 def _q5_k(blocks: Tensor, out: Tensor) -> None:
-    high, numbers, values = blocks[:, 16:48], blocks[:, 48:].view(-1, 4, 32), out.view(-1, 4, 2, 32)
+    high = blocks[:, 16:48]
+    numbers = blocks[:, 48:].view(-1, 4, 32)
+    values = out.view(-1, 4, 2, 32)
     for pair in range(4):
         values[:, pair, 0] = (numbers[:, pair] & 15) | ((high >> 2 * pair) & 1) << 4
         values[:, pair, 1] = (numbers[:, pair] >> 4) | ((high >> 2 * pair + 1) & 1) << 4
@@ -116,7 +126,9 @@ def _q5_k(blocks: Tensor, out: Tensor) -> None:
 
 def _scale_and_shift(blocks: Tensor, out: Tensor) -> None:
     """Multiply the groups of a K block by their 6-bit scales and subtract their minima."""
-    first, second, packed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    first = blocks[:, 4:8]
+    second = blocks[:, 8:12]
+    packed = blocks[:, 12:16]
     scales = torch.cat((first & 63, (packed & 15) | ((first >> 2) & 48)), 1)
     minima = torch.cat((second & 63, (packed >> 4) | ((second >> 2) & 48)), 1)
     groups = out.view(-1, 8, 32)
@@ -124,7 +136,8 @@ def _scale_and_shift(blocks: Tensor, out: Tensor) -> None:
 
 
 def _q6_k(blocks: Tensor, out: Tensor) -> None:
-    low, high = blocks[:, :128].view(-1, 2, 2, 32), blocks[:, 128:192].view(-1, 2, 32)
+    low = blocks[:, :128].view(-1, 2, 2, 32)
+    high = blocks[:, 128:192].view(-1, 2, 32)
     numbers = torch.stack((low & 15, low >> 4), 1).transpose(1, 2).reshape(-1, 2, 4, 32)
     for quarter in range(4):
         numbers[:, :, quarter] |= ((high >> 2 * quarter) & 3) << 4

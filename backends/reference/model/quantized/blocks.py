@@ -64,7 +64,8 @@ class BlockLinear:
     """A linear layer over blocks, in the dtype of its input."""
 
     def __init__(self, weight: BlockMatrix, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
         self._rows = max(1, _CHUNK // weight.shape[1])
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -80,7 +81,8 @@ class BlockLinear:
     @torch.inference_mode()
     def _fill(self, x: Tensor, y: Tensor, starts: Iterator[int]) -> None:
         """Compute the columns of y that begin at these numbers."""
-        weight, (outputs, inputs) = self.weight, self.weight.shape
+        weight = self.weight
+        outputs, inputs = self.weight.shape
         buffer = torch.empty(min(self._rows, outputs), inputs)
         for start in starts:
             part = slice(start, start + self._rows)
@@ -119,7 +121,8 @@ class BlockTable:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return rows [..., D] of ids [...]."""
-        matrix, flat = self.matrix, ids.reshape(-1)
+        matrix = self.matrix
+        flat = ids.reshape(-1)
         scales = None if matrix.row_scales is None else matrix.row_scales[flat]
         values = matrix.values(matrix.data[flat], scales, torch.empty(len(flat), matrix.shape[1]))
         return values.to(self.dtype).view(*ids.shape, -1)

@@ -75,7 +75,8 @@ class CompiledLinear:
         `precise`: has no effect where the checkpoint rounds activations, too.
         """
         self.precise = precise and not matrix.form.rounds_activations
-        form, (self.outputs, self.inputs) = matrix.form, matrix.shape
+        form = matrix.form
+        self.outputs, self.inputs = matrix.shape
         chunk: Literal[16, 32] = 32 if not form.grouped or form.group % _CHUNK == 0 else 16
         self.padding = -self.inputs % chunk
         padded = self.inputs + self.padding
@@ -96,10 +97,14 @@ class CompiledLinear:
             lanes=width,
             matrix_groups=padded // group if tiled else 0,
         )
-        self.kernel, self.dtype, self.out = product(self.form), x, out
+        self.kernel = product(self.form)
+        self.dtype = x
+        self.out = out
         self.order = None if matrix.order is None else torch.from_numpy(matrix.order.astype(np.int64))
-        self.groups, self.row_bytes = padded // group, padded + padded // group * FACTOR_BYTES
-        self.padded, self.tiles = padded, -(-self.outputs // width)
+        self.groups = padded // group
+        self.row_bytes = padded + padded // group * FACTOR_BYTES
+        self.padded = padded
+        self.tiles = -(-self.outputs // width)
         signed = self.form.signed and form.bits == 8
         self._arrays = _Packed.of(matrix, width, padded, chunk, None if bias is None else bias.float(), signed)
         self._words = self._constants(group // chunk)
@@ -119,8 +124,10 @@ class CompiledLinear:
             (Argument.BIAS, arrays.bias),
         ):
             words[field] = 0 if tensor is None else tensor.data_ptr()
-        words[Argument.GROUPS], words[Argument.CHUNKS] = self.groups, chunks
-        words[Argument.OUTPUTS], words[Argument.TILES] = self.outputs, self.tiles
+        words[Argument.GROUPS] = self.groups
+        words[Argument.CHUNKS] = chunks
+        words[Argument.OUTPUTS] = self.outputs
+        words[Argument.TILES] = self.tiles
         panel = max(1, _PANEL_BYTES // self.padded // SQUARE_ROWS)
         words[Argument.PANEL] = panel * SQUARE_ROWS
         return words
@@ -145,12 +152,15 @@ class CompiledLinear:
         if self.form.matrix_groups:
             step += step % 2  # tiles are multiplied in pairs
         tasks = -(-self.tiles // step)
-        words[Argument.X], words[Argument.X_STRIDE] = x.data_ptr(), x.stride(0)
-        words[Argument.OUT], words[Argument.OUT_STRIDE] = out.data_ptr(), out.stride(0)
+        words[Argument.X] = x.data_ptr()
+        words[Argument.X_STRIDE] = x.stride(0)
+        words[Argument.OUT] = out.data_ptr()
+        words[Argument.OUT_STRIDE] = out.stride(0)
         words[Argument.ROWS] = rows
         words[Argument.NUMBERS] = numbers = scratch.data_ptr()
         words[Argument.ROW_FACTORS] = numbers + rows * self.padded
-        words[Argument.TILE_STEP], words[Argument.TILE_TASKS] = step, tasks
+        words[Argument.TILE_STEP] = step
+        words[Argument.TILE_TASKS] = tasks
         words[Argument.TASKS] = tasks * -(-rows // words[Argument.PANEL])
         self.kernel.run(words, threads)
         return out
@@ -160,7 +170,8 @@ class SideBySide:
     """Layers of one input, whose outputs are parts of one result."""
 
     def __init__(self, layers: Sequence[CompiledLinear]) -> None:
-        self.layers, self.outputs = tuple(layers), sum(layer.outputs for layer in layers)
+        self.layers = tuple(layers)
+        self.outputs = sum(layer.outputs for layer in layers)
 
     def __call__(self, x: Tensor) -> Tensor:
         """X [T, I] -> [T, O]."""
@@ -190,7 +201,8 @@ class _Packed:
         cls, matrix: ScaledMatrix, width: int, padded: int, chunk: int, bias: Tensor | None, signed: bool
     ) -> _Packed:
         """Return tiles of `width` outputs with `padded` inputs. `signed`: 8-bit numbers less their zero of 128."""
-        outputs, missing = matrix.shape[0], -matrix.shape[0] % width
+        outputs = matrix.shape[0]
+        missing = -matrix.shape[0] % width
         numbers = torch.from_numpy(matrix.numbers)
         if matrix.form.bits == 4:
             numbers = torch.stack([numbers & 15, numbers >> 4], -1).view(outputs, -1)

@@ -81,7 +81,8 @@ def is_grouped(scheme: Scheme, inputs: int) -> bool:
 def grouped(tensor: QuantizedTensor) -> ScaledMatrix | None:
     """Return a matrix of a scheme that `is_grouped`; None for scales that float16 does not hold to 12 bits."""
     if isinstance(tensor.scheme, Blocks):
-        converted, form = as_groups(tensor), group_format(tensor.scheme.kind)
+        converted = as_groups(tensor)
+        form = group_format(tensor.scheme.kind)
         if converted is None or form is None:
             return None
         return _grouped(converted, form.bits, form.zero if form.bits in (5, 6) else None)

@@ -23,8 +23,10 @@ class OnednnLinear:
         """`out`: type of the output."""
         numbers = torch.from_numpy(matrix.numbers).bitwise_xor(128).view(torch.int8)
         self.packed = torch.ops.onednn.qlinear_prepack(numbers, None)
-        self.scales, self.zeros = torch.from_numpy(matrix.factors), torch.zeros(len(numbers), dtype=torch.int32)
-        self.bias, self.out = None if bias is None else bias.float(), out
+        self.scales = torch.from_numpy(matrix.factors)
+        self.zeros = torch.zeros(len(numbers), dtype=torch.int32)
+        self.bias = None if bias is None else bias.float()
+        self.out = out
 
     def __call__(self, x: Tensor) -> Tensor:
         scale = x.abs().amax(1, keepdim=True).to(_SCALES) / _LARGEST

@@ -44,7 +44,9 @@ class TransformersDecoder:
         device: torch.device = CPU,
     ) -> None:
         """`max_len`: served context. Raise WeightError or ModelError, see TransformersModel."""
-        self.spec, self.numerics, self.device = spec, numerics, device
+        self.spec = spec
+        self.numerics = numerics
+        self.device = device
         self.model = TransformersModel.load(spec, rounded_weights(weights, numerics), numerics.compute, max_len)
         self.model.place(device)
         self.model.set_head(self._head)

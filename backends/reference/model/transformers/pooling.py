@@ -52,13 +52,15 @@ class TransformersPooling:
         for config in (model.config, model.config.get_text_config()):
             config.pad_token_id = _NO_PADDING  # prompts are not padded, and a head is not to look for it
             config.use_cache = False
-        self.spec, self._max_len = spec, max_len
+        self.spec = spec
+        self._max_len = max_len
         self._model = model.to(device).eval().requires_grad_(False)
         self._base: Any = model.base_model
         self._head = WidenedHead(model)
         types = "token_type_ids" in inspect.signature(model.forward).parameters
         self._has_types = types and getattr(model.config, "type_vocab_size", 0) > 1
-        self._first, self._calls = first_position(model), PagedCalls(spec)
+        self._first = first_position(model)
+        self._calls = PagedCalls(spec)
         self.num_bytes = sum(part.nbytes for part in (*model.parameters(), *model.buffers()))
         self.concatenates = self._choose(device)
 
@@ -127,7 +129,9 @@ class TransformersPooling:
 
     def _groups(self, prompts: PackedPrompts, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Call `run` with ids and indices [n, L] of prompts of one length; return its rows in the prompts' order."""
-        ids, order, parts = prompts.token_ids, [], []
+        ids = prompts.token_ids
+        order = []
+        parts = []
         for group in prompts.groups:
             rows = torch.arange(len(ids), device=ids.device)[group.rows].view(-1, group.length)
             part = run(ids[rows], rows)

@@ -55,7 +55,8 @@ class WorkList:
     @property
     def num_slots(self) -> int:
         """Slots of partial results that suffice: fewer than M - S sequences are longer than a piece."""
-        items, seqs = len(self.items), len(self.merges)
+        items = len(self.items)
+        seqs = len(self.merges)
         return min(items, 2 * (items - seqs))
 
 
@@ -72,11 +73,15 @@ class WorkPlanner:
         M is at least S + pieces; see `WorkList`. The last list is kept while lengths differ by less than GRAIN.
         """
         if pieces != self._pieces or len(kv_lens) != len(self._kv_lens) or self._outdated(kv_lens):
-            self._pieces, self._kv_lens = pieces, kv_lens.copy()
+            self._pieces = pieces
+            self._kv_lens = kv_lens.copy()
             self._items, self._merges = plan_work(kv_lens, pieces)
-        number, seqs = len(self._items), len(kv_lens)
-        items[:number], merges[:seqs] = self._items, self._merges
-        items[number:], merges[seqs:] = NO_SEQUENCE, 0
+        number = len(self._items)
+        seqs = len(kv_lens)
+        items[:number] = self._items
+        merges[:seqs] = self._merges
+        items[number:] = NO_SEQUENCE
+        merges[seqs:] = 0
 
     def _outdated(self, kv_lens: Int32) -> bool:
         return bool((np.abs(kv_lens - self._kv_lens) >= GRAIN).any())
@@ -90,7 +95,8 @@ def plan_work(kv_lens: Int32, pieces: int) -> tuple[Int32, Int32]:
     slots = np.cumsum(several) - several
     sequences = np.repeat(np.arange(len(kv_lens)), counts)
     piece = np.arange(len(sequences)) - (np.cumsum(counts) - counts)[sequences]
-    begins, pieces_of = piece * share, counts[sequences]
+    begins = piece * share
+    pieces_of = counts[sequences]
     order = np.argsort(-np.minimum(kv_lens[sequences] - begins, share), kind="stable")
     ends = np.where(piece == pieces_of - 1, _OPEN, begins + share)
     places = np.where(pieces_of > 1, slots[sequences] + piece, WHOLE)

@@ -99,7 +99,9 @@ class BoundLaunch:
     """
 
     def __init__(self, kernel: BoundKernel, last: tuple[Any, ...], constants: Mapping[str, Any]) -> None:
-        self._kernel, self._last, self._constants = kernel, last, constants
+        self._kernel = kernel
+        self._last = last
+        self._constants = constants
         key, self._values = describe(last)
         self._programs = kernel.programs(key, constants)
 

@@ -15,7 +15,8 @@ PER_STEP: Final = ("tables", "query_start", "kv_lens", "chunks")
 def chunk_rows(chunks, query_start, CHUNK: tl.constexpr):
     """Return (rows [CHUNK] of the tokens of chunk `program_id(0)`, which of them are real)."""
     chunk = chunks + 2 * tl.program_id(0)
-    sequence, offset = tl.load(chunk), tl.load(chunk + 1) + tl.arange(0, CHUNK)
+    sequence = tl.load(chunk)
+    offset = tl.load(chunk + 1) + tl.arange(0, CHUNK)
     begin = tl.load(query_start + sequence)
     return (begin + offset).to(tl.int64), offset < tl.load(query_start + sequence + 1) - begin
 

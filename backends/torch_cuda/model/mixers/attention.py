@@ -47,7 +47,11 @@ class CudaPagedHeads:
 
         `decode`: in place of our own kernel.
         """
-        self.spec, self.device, self.prefill, self.terms, self.span = spec, device, prefill, terms, span
+        self.spec = spec
+        self.device = device
+        self.prefill = prefill
+        self.terms = terms
+        self.span = span
         self.decode = decode
 
     def attend(self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache) -> Tensor:
@@ -56,7 +60,8 @@ class CudaPagedHeads:
             return self._attend_invariantly(queries, batch, cache, self.span)
         if batch.tiles is None and self.decode is not None:
             return self.decode(queries, batch, cache, self.spec)
-        out, decodes = self._results(queries), batch.num_decodes * batch.query_len
+        out = self._results(queries)
+        decodes = batch.num_decodes * batch.query_len
         if batch.tiles is None:
             return self._decode(queries, batch, cache, out)
         if decodes:
@@ -69,7 +74,9 @@ class CudaPagedHeads:
         return queries.new_empty(*queries.shape[:2], self.spec.value_width)
 
     def _attend_invariantly(self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, span: int) -> Tensor:
-        spec, tables, decodes = self.spec, batch.groups[cache.group].tables, batch.num_decodes
+        spec = self.spec
+        tables = batch.groups[cache.group].tables
+        decodes = batch.num_decodes
         rules = ScoreRules(
             spec.scale,
             spec.window,
@@ -112,9 +119,11 @@ class CudaPagedHeads:
         attend: PagedDecode | None = cache.prepared.get((self, batch.query_len))
         if attend is None:
             attend = cache.prepared[self, batch.query_len] = self._decode_over(cache, queries, batch.query_len)
-        tables, kv_lens = batch.groups[cache.group].tables, batch.kv_lens
+        tables = batch.groups[cache.group].tables
+        kv_lens = batch.kv_lens
         if kv_lens.shape[0] > batch.num_decodes:
-            tables, kv_lens = tables[: batch.num_decodes], kv_lens[: batch.num_decodes]
+            tables = tables[: batch.num_decodes]
+            kv_lens = kv_lens[: batch.num_decodes]
         return attend(
             queries, tables, kv_lens, out, query_counts=batch.query_counts, splits=batch.splits, work=batch.work
         )
@@ -139,12 +148,15 @@ class CudaAttention(CudaPagedHeads):
         self, spec: Attention, cos_sin: Tensor | None, build: CudaBuildContext, prefix: str, number: int
     ) -> None:
         """`number`: of the cache that it reads."""
-        terms, kernels = head_terms(spec, build, prefix), build.attention
+        terms = head_terms(spec, build, prefix)
+        kernels = build.attention
         super().__init__(spec, build.device, kernels.prefill, terms, build.span, kernels.decode)
         self.number = number
         self.sigmoid = sigmoid if build.batch_invariant else torch.sigmoid
-        self.heads, self.kv_heads = build.shard.share(spec.heads), build.shard.share(spec.kv_heads)
-        self.qkv, self.out = projection(spec, build, f"{prefix}.qkv"), build.summed(f"{prefix}.out")
+        self.heads = build.shard.share(spec.heads)
+        self.kv_heads = build.shard.share(spec.kv_heads)
+        self.qkv = projection(spec, build, f"{prefix}.qkv")
+        self.out = build.summed(f"{prefix}.out")
         self.gate = build.linear(f"{prefix}.gate") if spec.output_gate else None
         self.q_norm = per_head_norm(spec, build, f"{prefix}.q_norm")
         self.k_norm = per_head_norm(spec, build, f"{prefix}.k_norm") if spec.shares_cache_of is None else None
@@ -215,7 +227,8 @@ def head_terms(spec: Attention, build: CudaBuildContext, prefix: str) -> HeadTer
 
 def projection(spec: Attention, build: CudaBuildContext, name: str) -> Linear:
     """Return the map of x [T, D] to qkv [T, (N+K)*H + K*V], or to q alone, clamped if the layer says so."""
-    prefix, limit = name.removesuffix(".qkv"), spec.qkv_clip
+    prefix = name.removesuffix(".qkv")
+    limit = spec.qkv_clip
     outs = (f"{prefix}.{part}_adapter_out" for part in "qkv")
     project = build.adapted(build.linear(name), f"{prefix}.adapter", *outs)
     return project if limit is None else lambda x: project(x).clamp_(-limit, limit)
@@ -270,7 +283,8 @@ def make_preparation(spec: Attention, cos_sin: Tensor | None, build: CudaBuildCo
 
 def _projected(spec: Attention, shard: RankShard) -> list[int]:
     """Return the channels of the parts that a rank projects: q, k and v, or q alone."""
-    queries, kv_heads = shard.share(spec.heads) * spec.head_dim, shard.share(spec.kv_heads)
+    queries = shard.share(spec.heads) * spec.head_dim
+    kv_heads = shard.share(spec.kv_heads)
     return (
         [queries]
         if spec.shares_cache_of is not None
@@ -285,7 +299,8 @@ def _normed(spec: Attention) -> tuple[str, ...]:
 
 def _head_norm(spec: Attention, norm: Norm, build: CudaBuildContext, name: str) -> Linear:
     """Return the norm of each head of x [T, n, H]."""
-    weight, bias = build.params[name], build.params.get(f"{name}_bias")
+    weight = build.params[name]
+    bias = build.params.get(f"{name}_bias")
     own = spec.qk_norm_over == "own_weights"
     normalise = RowNorm(
         torch.ones_like(weight[0]) if own else weight,
@@ -307,7 +322,8 @@ def _head_norm(spec: Attention, norm: Norm, build: CudaBuildContext, name: str) 
 
 def make_projection_norm(spec: Attention, norm: Norm, build: CudaBuildContext, prefix: str) -> Linear:
     """Return a function of qkv [T, (N+K)*H + K*V] that normalises q and k, each over its whole projection."""
-    shard, count = build.shard, len(_normed(spec))
+    shard = build.shard
+    count = len(_normed(spec))
     sizes = _projected(spec, shard)
     on_one = shard.size == 1
     normalise = _norm_on_one_rank(spec, norm, build, prefix) if on_one else _norm_over_ranks(spec, norm, build, prefix)
@@ -326,7 +342,8 @@ def _norm_on_one_rank(spec: Attention, norm: Norm, build: CudaBuildContext, pref
 
 def _norm_over_ranks(spec: Attention, norm: Norm, build: CudaBuildContext, prefix: str) -> Normalise:
     """Sum squares over all ranks; a KV head replicated on several ranks counts once."""
-    comm, copies = build.comm, build.shard.copies(spec.kv_heads)
+    comm = build.comm
+    copies = build.shard.copies(spec.kv_heads)
     weights = [build.params[f"{prefix}.{name}"] for name in _normed(spec)]
     counts = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim * copies
 

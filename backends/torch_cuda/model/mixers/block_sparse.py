@@ -39,8 +39,11 @@ class CudaBlockIndex:
         build: CudaBuildContext,
         prefix: str,
     ) -> None:
-        self.spec, self.cos_sin, self.heads = spec, tables[spec.rope], build.shard.share(attention.kv_heads)
-        self.q, self.k = build.linear(f"{prefix}.blocks.q"), build.linear(f"{prefix}.blocks.k")
+        self.spec = spec
+        self.cos_sin = tables[spec.rope]
+        self.heads = build.shard.share(attention.kv_heads)
+        self.q = build.linear(f"{prefix}.blocks.q")
+        self.k = build.linear(f"{prefix}.blocks.k")
         self.q_norm, self.k_norm = (build.norm(spec.norm, f"{prefix}.blocks.{part}_norm") for part in "qk")
 
     def keys(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -67,14 +70,17 @@ class CudaBlockAttention(CudaAttention):
         """`numbers`: of its caches, that of the indexer's keys second."""
         super().__init__(spec, tables[spec.rope], build, prefix, numbers[0])
         assert spec.blocks is not None
-        self.index, self.index_number = CudaBlockIndex(spec, spec.blocks, tables, build, prefix), numbers[1]
+        self.index = CudaBlockIndex(spec, spec.blocks, tables, build, prefix)
+        self.index_number = numbers[1]
 
     def __call__(self, x: Tensor, batch: CudaStepBatch, caches: Mapping[int, CudaCache]) -> Tensor:
         """Return [T, D] of x [T, D]."""
-        cache, keys = caches[self.number], caches[self.index_number]
+        cache = caches[self.number]
+        keys = caches[self.index_number]
         assert isinstance(cache, CudaLayerCache), "attention keeps K and V"
         assert isinstance(keys, CudaArrayCache), "an indexer keeps keys"
-        queries, positions = self.queries(x, batch, cache), batch.positions
+        queries = self.queries(x, batch, cache)
+        positions = batch.positions
         slots = batch.groups[keys.group].slots.long()
         keys.array.view(-1, keys.array.shape[2]).index_copy_(0, slots, self.index.keys(x, positions))
         rows, lens = contexts(batch)
@@ -95,7 +101,8 @@ class CudaBlockAttention(CudaAttention):
         self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, selected: SelectedPages
     ) -> Tensor:
         """Return [T, N, H] of queries [T, N, H], each KV head of a token a sequence."""
-        blocks, sequences = self.index.spec, queries.view(-1, self.heads // self.kv_heads, self.spec.head_dim)
+        blocks = self.index.spec
+        sequences = queries.view(-1, self.heads // self.kv_heads, self.spec.head_dim)
         keys, values = (SelectedPages.pages_of(each, blocks) for each in (cache.keys, cache.values))
         one = self.span is not None or batch.tiles is not None
         splits = 1 if one else choose_splits(len(sequences), 1, blocks.top_k * blocks.tokens, self.device.chip)
@@ -122,8 +129,10 @@ class CudaBlockAttention(CudaAttention):
 
 def packed_masks(index: CudaBlockIndex, spec: Attention, x: Tensor, batch: PackedPrompts) -> dict[int, Tensor]:
     """Return by length which tokens the tokens of each prompt attend to, bool [n, N, length, length]."""
-    positions, group = batch.positions.int(), spec.heads // spec.kv_heads
-    queries, keys = index.queries(x, positions).float(), index.keys(x, positions).float()
+    positions = batch.positions.int()
+    group = spec.heads // spec.kv_heads
+    queries = index.queries(x, positions).float()
+    keys = index.keys(x, positions).float()
     masks = {}
     for prompts in batch.groups:
         seen = [

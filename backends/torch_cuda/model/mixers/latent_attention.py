@@ -33,7 +33,9 @@ class LatentProjections:
         assert cos_sin is not None, "latent attention has RoPE"
         assert spec.norm.kind == "rms", "the kernel computes an RMSNorm"
         assert spec.norm.scale, "the kernel multiplies by a weight"
-        self.spec, self.cos_sin, self.device = spec, cos_sin, build.device
+        self.spec = spec
+        self.cos_sin = cos_sin
+        self.device = build.device
         self.heads = build.shard.share(spec.heads)
         self.latents = build.linear(f"{prefix}.latents")  # low-rank queries, if any, latent and rotary key
         self.q = build.linear(f"{prefix}.qkv" if spec.query_rank is None else f"{prefix}.q_b")
@@ -47,10 +49,13 @@ class LatentProjections:
 
         The third is what queries are projected from: normalised low-rank queries, or x.
         """
-        spec, latents, low_rank = self.spec, self.latents(x), x
+        spec = self.spec
+        latents = self.latents(x)
+        low_rank = x
         if self.q_norm is not None:
             assert spec.query_rank is not None, "it has the norm"
-            low_rank, latents = latents[:, : spec.query_rank], latents[:, spec.query_rank :]
+            low_rank = latents[:, : spec.query_rank]
+            latents = latents[:, spec.query_rank :]
             low_rank = self.q_norm(low_rank, None)[0]
         return self.q(low_rank).view(len(x), self.heads, -1), latents, low_rank
 
@@ -77,9 +82,12 @@ class IndexProjections:
     """One layer's projections of an indexer, whole on every rank."""
 
     def __init__(self, spec: Indexer, cos_sin: Tensor | None, build: CudaBuildContext, prefix: str) -> None:
-        self.spec, self.cos_sin = spec, cos_sin
-        self.q, self.k = build.linear(f"{prefix}.q"), build.linear(f"{prefix}.k")
-        self.weights, self.k_norm = build.linear(f"{prefix}.weights"), build.norm(spec.norm, f"{prefix}.k_norm")
+        self.spec = spec
+        self.cos_sin = cos_sin
+        self.q = build.linear(f"{prefix}.q")
+        self.k = build.linear(f"{prefix}.k")
+        self.weights = build.linear(f"{prefix}.weights")
+        self.k_norm = build.norm(spec.norm, f"{prefix}.k_norm")
 
     def keys(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return the keys [T, H] of x [T, D]."""
@@ -102,7 +110,9 @@ class CudaLatentAttention:
         numbers: tuple[int, ...],
     ) -> None:
         """`numbers`: of its caches, that of the indexer's keys second."""
-        self.spec, self.device, self.numbers = spec, build.device, numbers
+        self.spec = spec
+        self.device = build.device
+        self.numbers = numbers
         self.decode = build.attention.latent_decode
         self.project = LatentProjections(spec, tables[spec.rope], build, prefix)
         self.indexer = index_projections(spec, tables, build, prefix)
@@ -120,7 +130,8 @@ class CudaLatentAttention:
         keys = caches[self.numbers[1]]
         assert isinstance(keys, CudaArrayCache), "an indexer keeps keys"
         rows, lens = contexts(batch)
-        positions, slots = batch.positions, batch.groups[keys.group].slots
+        positions = batch.positions
+        slots = batch.groups[keys.group].slots
         keys.array.view(-1, keys.array.shape[2]).index_copy_(0, slots.long(), self.indexer.keys(x, positions))
         selected, counts = select_tokens(
             self.indexer.queries(low_rank, positions).contiguous(),
@@ -159,7 +170,8 @@ class CudaLatentAttention:
         """Return [T, N, V] of queries [T, N, H]."""
         if batch.tiles is None:
             return self._decode(q, batch, cache)
-        out, decodes = q.new_empty(*q.shape[:2], self.spec.value_dim), batch.num_decodes * batch.query_len
+        out = q.new_empty(*q.shape[:2], self.spec.value_dim)
+        decodes = batch.num_decodes * batch.query_len
         if decodes:
             out[:decodes] = self._decode(q[:decodes], batch, cache)
         return latent_prefill(
@@ -211,13 +223,16 @@ class CudaPackedLatentAttention:
     def __init__(
         self, spec: LatentAttention, tables: Mapping[Rope | None, Tensor | None], build: CudaBuildContext, prefix: str
     ) -> None:
-        self.spec, self.attention = spec, spec.expanded()
+        self.spec = spec
+        self.attention = spec.expanded()
         self.project = LatentProjections(spec, tables[spec.rope], build, prefix)
-        self.indexer, self.out = index_projections(spec, tables, build, prefix), build.linear(f"{prefix}.out")
+        self.indexer = index_projections(spec, tables, build, prefix)
+        self.out = build.linear(f"{prefix}.out")
 
     def __call__(self, x: Tensor, batch: PackedPrompts, *_: object) -> Tensor:
         """Return [T, D] of x [T, D]."""
-        spec, (q, latents, low_rank) = self.spec, self.project(x)
+        spec = self.spec
+        q, latents, low_rank = self.project(x)
         rows = x.new_empty(1, len(x), latents.shape[1])  # a single page
         slots = torch.arange(len(x), dtype=torch.int32, device=x.device)
         self.project.write(q, latents, batch.positions.int(), slots, rows)
@@ -233,7 +248,8 @@ class CudaPackedLatentAttention:
 def _packed_masks(indexer: IndexProjections, x: Tensor, low_rank: Tensor, batch: PackedPrompts) -> dict[int, Tensor]:
     """Return by length which tokens the tokens of each prompt attend to, bool [n, 1, length, length]."""
     positions = batch.positions.int()
-    keys, heads = indexer.keys(x, positions), indexer.queries(low_rank, positions).float()
+    keys = indexer.keys(x, positions)
+    heads = indexer.queries(low_rank, positions).float()
     queries = IndexQueries(indexer.spec, heads, indexer.weights(x).float())
     masks = {}
     for group in batch.groups:

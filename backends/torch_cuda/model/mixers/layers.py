@@ -59,10 +59,13 @@ class CudaGatedDelta:
     """One layer's projections and rule on a rank."""
 
     def __init__(self, spec: GatedDelta, build: CudaBuildContext, prefix: str) -> None:
-        params, share = build.params, build.shard.share
+        params = build.params
+        share = build.shard.share
         self.spec = replace(spec, key_heads=share(spec.key_heads), value_heads=share(spec.value_heads))
-        self.qkv, self.gate = build.linear(f"{prefix}.qkv"), build.linear(f"{prefix}.gate")
-        self.scalars, self.out = build.linear(f"{prefix}.scalars"), build.summed(f"{prefix}.out")
+        self.qkv = build.linear(f"{prefix}.qkv")
+        self.gate = build.linear(f"{prefix}.gate")
+        self.scalars = build.linear(f"{prefix}.scalars")
+        self.out = build.summed(f"{prefix}.out")
         self.device = build.device
         small = (params[f"{prefix}.{name}"] for name in ("conv", "decay_rate", "decay_offset"))
         self.weights = DeltaWeights(*small)
@@ -87,12 +90,16 @@ class CudaKimiDelta:
     """One layer's projections and rule on a rank."""
 
     def __init__(self, spec: KimiDelta, build: CudaBuildContext, prefix: str) -> None:
-        params, heads = build.params, build.shard.share(spec.heads)
-        self.spec, self.device = replace(spec, heads=heads), build.device
+        params = build.params
+        heads = build.shard.share(spec.heads)
+        self.spec = replace(spec, heads=heads)
+        self.device = build.device
         self.low_rank = None if spec.rank is None else [heads, spec.rank, spec.rank]
-        self.qkv, self.scalars = build.linear(f"{prefix}.qkv"), build.linear(f"{prefix}.scalars")
+        self.qkv = build.linear(f"{prefix}.qkv")
+        self.scalars = build.linear(f"{prefix}.scalars")
         suffix = "" if spec.rank is None else "_b"
-        self.decay, self.gate = build.linear(f"{prefix}.decay{suffix}"), build.linear(f"{prefix}.gate{suffix}")
+        self.decay = build.linear(f"{prefix}.decay{suffix}")
+        self.gate = build.linear(f"{prefix}.gate{suffix}")
         self.out = build.summed(f"{prefix}.out")
         small = (params[f"{prefix}.{name}"] for name in ("conv", "decay_rate", "decay_offset"))
         self.weights = DeltaWeights(*small)
@@ -119,9 +126,13 @@ class CudaLightningAttention:
     """One layer's projections and scan on a rank."""
 
     def __init__(self, spec: LightningAttention, cos_sin: Tensor | None, build: CudaBuildContext, prefix: str) -> None:
-        self.spec, self.cos_sin, self.norms = spec, cos_sin, _head_norms(spec, build, prefix)
-        self.qkv, self.gate = build.linear(f"{prefix}.qkv"), build.linear(f"{prefix}.gate")
-        self.out, self.device = build.summed(f"{prefix}.out"), build.device
+        self.spec = spec
+        self.cos_sin = cos_sin
+        self.norms = _head_norms(spec, build, prefix)
+        self.qkv = build.linear(f"{prefix}.qkv")
+        self.gate = build.linear(f"{prefix}.gate")
+        self.out = build.summed(f"{prefix}.out")
+        self.device = build.device
         slopes = spec.slopes[build.shard.cut("N", spec.heads)]
         self.decay = DecayWeights(torch.tensor(slopes, dtype=torch.float32, device=build.device.torch))
         self.shape = lightning_shape(len(slopes), spec.head_dim)
@@ -129,7 +140,8 @@ class CudaLightningAttention:
 
     def __call__(self, x: Tensor, step: StateStep) -> Tensor:
         """Return [T, D] of x [T, D]; replace the states."""
-        use_kernel, qkv = self.device.use_kernels, self.qkv(x)
+        use_kernel = self.device.use_kernels
+        qkv = self.qkv(x)
         if self.spec.silu:
             qkv = activation.plain(qkv, "silu", use_kernel=use_kernel)
         heads = linear_scan(
@@ -174,9 +186,13 @@ class CudaMamba2:
     """One layer's projections, convolution and scan on a rank."""
 
     def __init__(self, spec: Mamba2, build: CudaBuildContext, prefix: str) -> None:
-        params, heads, groups = build.params, build.shard.share(spec.heads), build.shard.share(spec.groups)
-        self.inner, self.scalars = build.linear(f"{prefix}.inner"), build.linear(f"{prefix}.scalars")
-        self.out, self.device = build.summed(f"{prefix}.out"), build.device
+        params = build.params
+        heads = build.shard.share(spec.heads)
+        groups = build.shard.share(spec.groups)
+        self.inner = build.linear(f"{prefix}.inner")
+        self.scalars = build.linear(f"{prefix}.scalars")
+        self.out = build.summed(f"{prefix}.out")
+        self.device = build.device
         self.convolution = ConvolutionWeights(params[f"{prefix}.conv"], params.get(f"{prefix}.conv_bias"))
         self.width = heads * spec.head_dim
         self.shape = mamba2_shape(heads, spec.head_dim, groups, spec.state_dim, spec.taps)
@@ -189,7 +205,8 @@ class CudaMamba2:
         """Return [T, D] of x [T, D]; replace the states."""
         use_kernel = self.device.use_kernels
         inner = self.inner(x)
-        gate, vbc = inner[:, : self.width], inner[:, self.width :]
+        gate = inner[:, : self.width]
+        vbc = inner[:, self.width :]
         heads = linear_scan(
             causal_convolution(vbc, step, self.convolution, use_kernel=use_kernel),
             self.scalars(x),
@@ -207,9 +224,12 @@ class CudaMamba:
 
     def __init__(self, spec: Mamba, build: CudaBuildContext, prefix: str) -> None:
         params = build.params
-        self.spec, self.use_kernels = spec, build.device.use_kernels
-        self.inner, self.out = build.linear(f"{prefix}.inner"), build.summed(f"{prefix}.out")
-        self.selection, self.size = build.summed(f"{prefix}.selection"), build.linear(f"{prefix}.step")
+        self.spec = spec
+        self.use_kernels = build.device.use_kernels
+        self.inner = build.linear(f"{prefix}.inner")
+        self.out = build.summed(f"{prefix}.out")
+        self.selection = build.summed(f"{prefix}.selection")
+        self.size = build.linear(f"{prefix}.step")
         self.convolution = ConvolutionWeights(params[f"{prefix}.conv"], params.get(f"{prefix}.conv_bias"))
         rate, offset, skip = (params[f"{prefix}.{name}"] for name in ("decay_rate", "step_offset", "skip"))
         self.weights = SelectiveWeights(rate, offset, skip)
@@ -249,7 +269,8 @@ class CudaShortConvolution:
 
     def __init__(self, build: CudaBuildContext, prefix: str) -> None:
         params = build.params
-        self.inner, self.out = build.linear(f"{prefix}.inner"), build.summed(f"{prefix}.out")
+        self.inner = build.linear(f"{prefix}.inner")
+        self.out = build.summed(f"{prefix}.out")
         self.convolution = ConvolutionWeights(params[f"{prefix}.conv"], params.get(f"{prefix}.conv_bias"))
         self.use_kernels = build.device.use_kernels
 

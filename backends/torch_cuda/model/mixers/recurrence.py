@@ -30,7 +30,8 @@ class CudaPagedRecurrence:
 
     def __init__(self, layer: Recurrence, number: int) -> None:
         """`number`: of its cache."""
-        self.layer, self.number = layer, number
+        self.layer = layer
+        self.number = number
 
     def __call__(self, x: Tensor, batch: CudaStepBatch, caches: Mapping[int, CudaCache]) -> Tensor:
         """Return [T, D] of x [T, D]."""
@@ -47,7 +48,8 @@ class CudaPackedRecurrence:
 
     def __init__(self, layer: Recurrence, elements: int) -> None:
         """`elements`: of the state of a sequence."""
-        self.layer, self.elements = layer, elements
+        self.layer = layer
+        self.elements = elements
 
     def __call__(self, x: Tensor, batch: PackedPrompts, *_: object) -> Tensor:
         """Return [T, D] of x [T, D]."""
@@ -63,7 +65,8 @@ class CudaPackedRecurrence:
         def int32(values: Tensor) -> Tensor:
             return values.to(x.device, torch.int32)
 
-        count, per_prompt = len(x) // length, -(-length // CHUNK)
+        count = len(x) // length
+        per_prompt = -(-length // CHUNK)
         sequences = torch.arange(count).repeat_interleave(per_prompt)
         firsts = torch.arange(0, length, CHUNK).repeat(count)
         step = StateStep(
@@ -93,7 +96,9 @@ class RankNorm:
     ) -> None:
         """`groups`: of the channels of all ranks, each normalised by itself."""
         comm = build.comm
-        self.comm, self.use_kernel, self.groups = comm, build.device.use_kernels, groups
+        self.comm = comm
+        self.use_kernel = build.device.use_kernels
+        self.groups = groups
         self.split = norm is not None and groups % comm.size != 0
         own = max(groups // comm.size, 1)
         if norm is None:
@@ -110,10 +115,12 @@ class RankNorm:
 
     def _mean_square(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return float32 [T, 1], over all channels of the group that this rank has a part of."""
-        comm, mixed = self.comm, x.float()
+        comm = self.comm
+        mixed = x.float()
         if self.spec.gate_first:
             mixed = mixed * activated(gate, self.spec)
         ranks = comm.size // self.groups  # of a group
-        group, means = comm.rank // ranks, mixed.new_zeros(len(x), self.groups)
+        group = comm.rank // ranks
+        means = mixed.new_zeros(len(x), self.groups)
         means[:, group] = mixed.square().mean(1) / ranks
         return comm.all_reduce(means)[:, group : group + 1].contiguous()

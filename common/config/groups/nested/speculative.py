@@ -135,7 +135,8 @@ def _check_types(given: Mapping[str, Any]) -> None:
     for key in _TEXTS:
         if not isinstance(given.get(key, ""), str):
             raise ConfigError(FLAG, f"{key} must be a string, not {given[key]!r}")
-    factor, least_prob = "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"
+    factor = "suffix_decoding_max_spec_factor"
+    least_prob = "suffix_decoding_min_token_prob"
     for key in (factor, least_prob):
         value = given.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -148,7 +149,8 @@ def _check_types(given: Mapping[str, Any]) -> None:
 
 def _method(given: Mapping[str, Any]) -> str:
     """Return the method: as given, or as `model` implies."""
-    method, model = given.get("method"), given.get("model")
+    method = given.get("method")
+    model = given.get("model")
     if method is None:
         if model in ("ngram", "[ngram]"):
             return "ngram"
@@ -182,7 +184,8 @@ def _lookup_lengths(given: Mapping[str, Any]) -> dict[str, int]:
     lengths = [given[key] for key in _NGRAM_KEYS if key in given]
     if not lengths:
         return {}
-    shortest, longest = lengths[0], lengths[-1]
+    shortest = lengths[0]
+    longest = lengths[-1]
     if shortest > longest:
         raise ConfigError(
             FLAG, f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}; use {longest} or less"

@@ -89,7 +89,8 @@ def eagle3(config: HfConfig, names: Collection[str], target: ModelSpec) -> Draft
 
 def _captured_layers(config: HfConfig, target: ModelSpec) -> tuple[int, ...]:
     """Return the layers whose inputs are read: those of the checkpoint, or as EAGLE-3 is trained by default."""
-    layers, key = len(target.layers), "eagle_aux_hidden_state_layer_ids"
+    layers = len(target.layers)
+    key = "eagle_aux_hidden_state_layer_ids"
     section = config.section("eagle_config")
     ids = (config if section is None else section).opt(key, list, [])
     if section is not None:

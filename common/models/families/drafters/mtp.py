@@ -31,7 +31,8 @@ def numbered_after(target: ModelSpec, family: Family, count: int) -> DrafterFami
     """Return the first of `count` layers that are numbered after the last one, with the structure of the last one."""
     prefix, *others = (f"model.layers.{len(target.layers) + number}." for number in range(count))
     drafter = _drafter(target, JoinedInputs(target.final_norm, target.final_norm, blank_first=True), normed=False)
-    rules, unread = (*_IN_LAYER, *family.rules), tuple(f"{other}*" for other in others)
+    rules = (*_IN_LAYER, *family.rules)
+    unread = tuple(f"{other}*" for other in others)
     return DrafterFamily(drafter, rules, _SHARED, renames=((prefix, "model.layers.0."),), only=prefix, unread=unread)
 
 

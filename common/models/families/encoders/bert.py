@@ -61,7 +61,8 @@ def attention(config: HfConfig, width: int) -> Attention:
 
 def encoder_rules(prefix: str) -> tuple[Rule, ...]:
     """Return the weight rules of the layers. `prefix`: optional name prefix, present in models with a head."""
-    layer, ours = f"[{prefix}.]encoder.layer.{{l}}", "layers.{l}"
+    layer = f"[{prefix}.]encoder.layer.{{l}}"
+    ours = "layers.{l}"
     return (
         Rename(f"[{prefix}.]embeddings.word_embeddings.weight", "embed"),
         Rename(f"[{prefix}.]embeddings.position_embeddings.weight", "positions"),
@@ -138,7 +139,8 @@ def colbert_pooler(config: HfConfig, use: PoolUse) -> Pooler:
 
 def _bge_m3_pooler(config: HfConfig, use: PoolUse) -> Pooler:
     """Return the first token's embedding, vectors of tokens (without the first) and their lexical weights."""
-    begin, end = config.opt("bos_token_id", int, 0), config.opt("eos_token_id", int, 2)
+    begin = config.opt("bos_token_id", int, 0)
+    end = config.opt("eos_token_id", int, 2)
     heads = (
         TokenHead(
             "token_embed",

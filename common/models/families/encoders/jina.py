@@ -17,7 +17,8 @@ def _jina_bert(config: HfConfig) -> ModelSpec:
     config.expect("position_embedding_type", "alibi")
     config.expect("feed_forward_type", "geglu", "reglu")
     config.ignore("classifier_dropout", "tie_word_embeddings", "model_max_length", "hidden_act")
-    width, norm = config.size("hidden_size"), Norm(config.opt("layer_norm_eps", float, 1e-12), kind="layer", bias=True)
+    width = config.size("hidden_size")
+    norm = Norm(config.opt("layer_norm_eps", float, 1e-12), kind="layer", bias=True)
     plain = attention(config, width)
     activation: Activation = "relu" if config.need("feed_forward_type", str) == "reglu" else "gelu"
     ffn = Mlp(config.size("intermediate_size"), activation, gated=True, down_bias=True)
@@ -42,7 +43,8 @@ def _pooler(config: HfConfig, use: PoolUse) -> Pooler:
     return replace(pooler, kind="mean") if use == "embed" and kind != "cls" else pooler
 
 
-_MLP, _FFN = "[bert.]encoder.layer.{l}.mlp", "layers.{l}.ffn"
+_MLP = "[bert.]encoder.layer.{l}.mlp"
+_FFN = "layers.{l}.ffn"
 JINA_BERT = replace(
     BERT,
     build=_jina_bert,

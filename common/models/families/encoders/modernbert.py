@@ -27,7 +27,8 @@ def _modernbert(config: HfConfig) -> ModelSpec:
     every = config.opt_size("global_attn_every_n_layers", 3)
     pattern = ["sliding_attention" if layer % every else "full_attention" for layer in range(layers)]
     mixers = _mixers(config, config.layer_types(layers, pattern))
-    first, others = Norms(before_ffn=norm), Norms(before_mixer=norm, before_ffn=norm)  # the embedding has a norm
+    first = Norms(before_ffn=norm)  # the embedding has a norm
+    others = Norms(before_mixer=norm, before_ffn=norm)
     return ModelSpec(
         vocab=config.size("vocab_size"),
         width=config.size("hidden_size"),

@@ -70,7 +70,8 @@ def _nomic(config: HfConfig) -> ModelSpec:
     config.default("max_position_embeddings", 2048)
     config.expect("activation_function", "swiglu", "gelu")
     gated = config.opt("activation_function", str, "swiglu") == "swiglu"
-    biased, inner = config.opt("mlp_fc1_bias", bool, False), config.size("intermediate_size")
+    biased = config.opt("mlp_fc1_bias", bool, False)
+    inner = config.size("intermediate_size")
     config.expect("mlp_fc2_bias", biased)
     ffn = Mlp(inner, config.activation("hidden_act", "silu" if gated else "gelu"), gated=gated, bias=biased)
     spec = _model(config, _rope(config, 1000.0), ffn, bias=config.opt("qkv_proj_bias", bool, False))
@@ -78,7 +79,8 @@ def _nomic(config: HfConfig) -> ModelSpec:
         config.ignore("num_experts", "moe_top_k")
         return spec
     # The bias that all experts share is that of a shared Mlp whose weights are zero.
-    expert, bias = replace(ffn, bias=False), Mlp(1, "relu", gated=False, down_bias=True)
+    expert = replace(ffn, bias=False)
+    bias = Mlp(1, "relu", gated=False, down_bias=True)
     router = Router(config.opt_size("moe_top_k", 2), renormalise=False)
     moe = Moe(config.opt_size("num_experts", 8), expert, router, shared=bias)
     layers = (replace(layer, ffn=moe if n % every == 1 else ffn) for n, layer in enumerate(spec.layers))
@@ -97,7 +99,8 @@ _NOMIC_UNUSED: Final = (
 
 def _rope(config: HfConfig, theta: float) -> Rope:
     """Return RoPE; a fixed NTK scaling is another base, and frequencies divided by factor^(2 / dim)."""
-    width, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    width = config.size("hidden_size")
+    heads = config.size("num_attention_heads")
     head_dim = hf_config.head_dim(config, width, heads)
     section = hf_config.rope_section(config)
     if section is None or section.opt("type", str, section.opt("rope_type", str, "")) != "ntk":
@@ -111,7 +114,8 @@ def _rope(config: HfConfig, theta: float) -> Rope:
 
 def _model(config: HfConfig, rope: Rope, ffn: Mlp, *, bias: bool) -> ModelSpec:
     """`bias`: of the attention's projections."""
-    width, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    width = config.size("hidden_size")
+    heads = config.size("num_attention_heads")
     norm = Norm(config.opt("layer_norm_eps", float, 1e-12), kind="layer", bias=True)
     attention = Attention(heads, heads, rope.dim, rope.dim**-0.5, rope, qkv_bias=bias, out_bias=bias, causal=False)
     layer = Layer((attention,), ffn, Norms(after_mixer=norm, after_ffn=norm), norm_after_add=True)
@@ -188,7 +192,8 @@ def _family(build: Callable[[HfConfig], ModelSpec], rules: tuple[Rule, ...], pre
 
 NEW = _family(_gte, _gte_rules("new"), "new")
 GTE = _family(_gte, _gte_rules("gte"), "gte")
-_NOMIC_MLP, _MOE = "[nomic_bert.]encoder.layers.{l}.mlp", "layers.{l}.ffn"
+_NOMIC_MLP = "[nomic_bert.]encoder.layers.{l}.mlp"
+_MOE = "layers.{l}.ffn"
 NOMIC = _family(
     _nomic,
     (

@@ -26,7 +26,8 @@ def _bloom(config: HfConfig) -> ModelSpec:
     config.ignore("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi")
     config.ignore("skip_bias_add", "skip_bias_add_qkv", "slow_but_exact")  # of the training code
     norm = layer_norm(config, "layer_norm_epsilon")
-    width, heads = config.size("hidden_size"), config.size("n_head")
+    width = config.size("hidden_size")
+    heads = config.size("n_head")
     spec = _model(config, width, heads, norm, Mlp(4 * width, "gelu_tanh", gated=False, bias=True))
     layer = replace(spec.layers[0], mixers=(replace(spec.layers[0].attention, qkv_bias=True, out_bias=True),))
     stack = (layer,) * config.size("n_layer")
@@ -46,7 +47,8 @@ def _mpt(config: HfConfig) -> ModelSpec:
     ):
         section.expect(key, supported)
     section.ignore("attn_impl", "attn_pdrop", "model_type")
-    width, heads = config.size("d_model"), config.size("n_heads")
+    width = config.size("d_model")
+    heads = config.size("n_heads")
     ffn = Mlp(config.opt_size("expansion_ratio", 4) * width, "gelu", gated=False)
     spec = _model(config, width, heads, layer_norm(config, "layer_norm_epsilon", bias=False), ffn)
     mixer = spec.layers[0].attention
@@ -72,7 +74,8 @@ def _model(config: HfConfig, width: int, heads: int, norm: Norm, ffn: Mlp) -> Mo
     return ModelSpec(config.size("vocab_size"), width, (layer,), norm, tied, max_positions=1)
 
 
-_SOURCE, _QKV = "[transformer.]h.{l}", tuple("layers.{l}.mixers.0." + name for name in "qkv")
+_SOURCE = "[transformer.]h.{l}"
+_QKV = tuple("layers.{l}.mixers.0." + name for name in "qkv")
 _BLOCK = "[transformer.]blocks.{l}"
 
 BLOOM = Family(

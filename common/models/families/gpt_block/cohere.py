@@ -32,7 +32,8 @@ def _cohere2(config: HfConfig) -> ModelSpec:
         config.expect(key, supported)
     config.ignore("use_parallel_embedding")
     attention = _attention(config, theta=10_000.0)
-    full, windowed = replace(attention, rope=None), replace(attention, window=config.window(4096))
+    full = replace(attention, rope=None)
+    windowed = replace(attention, window=config.window(4096))
     config.alias("sliding_window_pattern", "_sliding_window_pattern", "layer_switch")
     every = config.opt_size("sliding_window_pattern", 4)
     pattern = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
@@ -47,7 +48,8 @@ def _attention(config: HfConfig, *, theta: float) -> Attention:
 
 
 def _model(config: HfConfig, mixers: Iterable[Attention]) -> ModelSpec:
-    norm, ffn = layer_norm(config, bias=False), gated_mlp(config)
+    norm = layer_norm(config, bias=False)
+    ffn = gated_mlp(config)
     layers = (Layer((mixer,), ffn, Norms(before_mixer=norm), parallel=True) for mixer in mixers)
     spec = decoder(config, layers, norm, tied=True)
     return replace(spec, logit_scale=config.opt("logit_scale", float, 0.0625))

@@ -17,7 +17,8 @@ def _falcon(config: HfConfig) -> ModelSpec:
     config.alias("num_hidden_layers", "n_layer")
     config.default("max_position_embeddings", 2048)
     config.expect("apply_residual_connection_post_layernorm", False)
-    width, bias = config.size("hidden_size"), config.opt("bias", bool, False)
+    width = config.size("hidden_size")
+    bias = config.opt("bias", bool, False)
     attention = rotary_attention(config, width)
     attention = replace(attention, kv_heads=_kv_heads(config, grouped), qkv_bias=bias, out_bias=bias)
     if config.opt("alibi", bool, False):  # scaled like the scores
@@ -46,7 +47,8 @@ def _kv_heads(config: HfConfig, grouped: bool) -> int:
     return kv_heads
 
 
-_SOURCE, _QKV = "[transformer.]h.{l}", tuple("layers.{l}.mixers.0." + name for name in "qkv")
+_SOURCE = "[transformer.]h.{l}"
+_QKV = tuple("layers.{l}.mixers.0." + name for name in "qkv")
 
 FALCON = Family(
     _falcon,

@@ -24,7 +24,8 @@ def _gpt_bigcode(config: HfConfig) -> ModelSpec:
 
 
 def _gpt2(config: HfConfig) -> ModelSpec:
-    width, positions = config.size("n_embd"), config.size("n_positions")
+    width = config.size("n_embd")
+    positions = config.size("n_positions")
     for key, supported in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),

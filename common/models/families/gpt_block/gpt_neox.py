@@ -34,7 +34,8 @@ def _gpt_neox(config: HfConfig) -> ModelSpec:
     return decoder(config, [layer] * config.size("num_hidden_layers"), norm)
 
 
-_SOURCE, _TARGET = "[gpt_neox.]layers.{l}", "layers.{l}.mixers.0"
+_SOURCE = "[gpt_neox.]layers.{l}"
+_TARGET = "layers.{l}.mixers.0"
 
 GPT_NEOX = Family(
     _gpt_neox,

@@ -10,7 +10,9 @@ from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
 
 
 def _gptj(config: HfConfig) -> ModelSpec:
-    width, heads, positions = config.size("n_embd"), config.size("n_head"), config.size("n_positions")
+    width = config.size("n_embd")
+    heads = config.size("n_head")
+    positions = config.size("n_positions")
     if width % heads:
         raise config.error("n_head", f"{heads} does not divide n_embd {width}")
     config.expect("rotary", True)
@@ -39,7 +41,8 @@ def _gptj(config: HfConfig) -> ModelSpec:
     )
 
 
-_SOURCE, _TARGET = "[transformer.]h.{l}", "layers.{l}.mixers.0"
+_SOURCE = "[transformer.]h.{l}"
+_TARGET = "layers.{l}.mixers.0"
 
 GPTJ = Family(
     _gptj,

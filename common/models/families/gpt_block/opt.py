@@ -11,7 +11,8 @@ from pagoda.common.models.spec import Embedding, Layer, Mlp, ModelSpec, Norms
 
 
 def _opt(config: HfConfig) -> ModelSpec:
-    width, positions = config.size("hidden_size"), config.size("max_position_embeddings")
+    width = config.size("hidden_size")
+    positions = config.size("max_position_embeddings")
     table_width = config.opt_size("word_embed_proj_dim", width)
     pre_norm = config.opt("do_layer_norm_before", bool, True)
     for key, supported in (

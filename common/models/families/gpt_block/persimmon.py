@@ -20,7 +20,8 @@ from pagoda.common.models.spec import ModelSpec
 
 
 def _persimmon(config: HfConfig) -> ModelSpec:
-    layers, norm = config.size("num_hidden_layers"), layer_norm(config)
+    layers = config.size("num_hidden_layers")
+    norm = layer_norm(config)
     attention = replace(
         rotary_attention(config, config.size("hidden_size"), partial=0.5),
         qk_norm=norm if config.opt("qk_layernorm", bool, True) else None,
@@ -30,7 +31,8 @@ def _persimmon(config: HfConfig) -> ModelSpec:
     return pre_norm_decoder(config, [attention] * layers, [plain_mlp(config, "relu2", bias=True)] * layers, norm)
 
 
-_SOURCE, _TARGET = "[model.]layers.{l}", "layers.{l}.mixers.0"
+_SOURCE = "[model.]layers.{l}"
+_TARGET = "layers.{l}.mixers.0"
 
 PERSIMMON = Family(
     _persimmon,

@@ -36,7 +36,8 @@ def _deepseek_v2(config: HfConfig) -> ModelSpec:
 
 
 def _deepseek(config: HfConfig) -> ModelSpec:
-    bias, width = config.opt("attention_bias", bool, False), config.size("hidden_size")
+    bias = config.opt("attention_bias", bool, False)
+    width = config.size("hidden_size")
     attention = replace(rotary_attention(config, width), qkv_bias=bias, out_bias=bias)
 
     def moe() -> Moe:
@@ -100,7 +101,8 @@ def latent_attention(config: HfConfig, interleaved: bool, eps: float = 1e-6) -> 
     `interleaved`: the channels that RoPE rotates. `eps`: of the norms of latent and queries.
     """
     heads = config.size("num_attention_heads")
-    nope_dim, rope_dim = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
+    nope_dim = config.size("qk_nope_head_dim")
+    rope_dim = config.size("qk_rope_head_dim")
     query_rank = config.nullable("q_lora_rank", int, 1536)
     config.expect("num_key_value_heads", heads)
     config.expect("head_dim", rope_dim)
@@ -119,7 +121,8 @@ def latent_attention(config: HfConfig, interleaved: bool, eps: float = 1e-6) -> 
 
 
 def _indexer(config: HfConfig, attention: LatentAttention, interleaved: bool) -> Indexer:
-    head_dim, rope_dim = config.size("index_head_dim"), attention.rope.dim
+    head_dim = config.size("index_head_dim")
+    rope_dim = attention.rope.dim
     if attention.query_rank is None:
         raise config.error("q_lora_rank", "is null; the indexer needs low-rank queries")
     if head_dim < rope_dim:
@@ -133,7 +136,8 @@ def _indexer(config: HfConfig, attention: LatentAttention, interleaved: bool) ->
     )
 
 
-_SOURCE, _TARGET = "[model.]layers.{l}.self_attn", "layers.{l}.mixers.0"
+_SOURCE = "[model.]layers.{l}.self_attn"
+_TARGET = "layers.{l}.mixers.0"
 
 RULES = (
     *EMBED_RULES,

@@ -60,7 +60,8 @@ def _pangu_ultra(config: HfConfig) -> ModelSpec:
     ):
         config.alias(key, name)
     config.ignore("num_mtp_layers", "num_nextn_predict_layers")
-    corrected, sandwich = config.opt("router_enable_expert_bias", bool, False), config.opt("sandwich_norm", bool, False)
+    corrected = config.opt("router_enable_expert_bias", bool, False)
+    sandwich = config.opt("sandwich_norm", bool, False)
 
     def moe() -> Moe:
         return routed_moe(config, replace(corrected_sigmoid_router(config), correction=corrected), shared=1)
@@ -74,7 +75,8 @@ def _pangu_ultra(config: HfConfig) -> ModelSpec:
 
 def _own_eps(config: HfConfig, ffns: list[Ffn], eps: float = 1e-6) -> ModelSpec:
     """Return a model whose latent norms have the eps of the others."""
-    norm, interleaved = rms_norm(config, eps), config.opt("rope_interleave", bool, True)
+    norm = rms_norm(config, eps)
+    interleaved = config.opt("rope_interleave", bool, True)
     return pre_norm_decoder(config, [latent_attention(config, interleaved, norm.eps)] * len(ffns), ffns, norm)
 
 

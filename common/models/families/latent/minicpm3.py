@@ -10,7 +10,8 @@ from pagoda.common.models.spec import ModelSpec
 
 
 def _minicpm3(config: HfConfig) -> ModelSpec:
-    layers, width = config.size("num_hidden_layers"), config.size("hidden_size")
+    layers = config.size("num_hidden_layers")
+    width = config.size("hidden_size")
     config.default("q_lora_rank", 768)
     config.default("kv_lora_rank", 256)
     config.default("v_head_dim", width // config.size("num_attention_heads"))

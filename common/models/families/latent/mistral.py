@@ -32,7 +32,8 @@ def _mistral_large3(config: HfConfig) -> ModelSpec:
 
 
 def _attention(config: HfConfig) -> LatentAttention:
-    rope_dim, growth = config.size("qk_rope_head_dim"), None
+    rope_dim = config.size("qk_rope_head_dim")
+    growth = None
     head_dim = config.size("qk_nope_head_dim") + rope_dim
     config.expect("head_dim", head_dim)
     config.set("head_dim", rope_dim)

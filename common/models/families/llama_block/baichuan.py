@@ -39,7 +39,8 @@ def _baichuan(config: HfConfig) -> ModelSpec:
 
 
 def _rotary(config: HfConfig) -> Attention:
-    width, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    width = config.size("hidden_size")
+    heads = config.size("num_attention_heads")
     return grouped_attention(config, width, hf_config.rope(config, hf_config.head_dim(config, width, heads)))
 
 

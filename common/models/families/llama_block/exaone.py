@@ -24,7 +24,8 @@ from pagoda.common.models.spec import Layer, ModelSpec, Norms
 
 
 def _exaone4(config: HfConfig) -> ModelSpec:
-    norm, ffn = rms_norm(config, 1e-5), gated_mlp(config)
+    norm = rms_norm(config, 1e-5)
+    ffn = gated_mlp(config)
     norms = Norms(after_mixer=norm, after_ffn=norm)
     return decoder(config, (Layer((mixer,), ffn, norms) for mixer in exaone4_attentions(config)), norm)
 

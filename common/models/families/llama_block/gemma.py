@@ -28,7 +28,8 @@ from pagoda.common.models.spec import Embedding, Layer, Mlp, ModelSpec, Norms
 def _gemma(config: HfConfig) -> ModelSpec:
     config.expect("use_bidirectional_attention", False)
     config.expect("hidden_act", "gelu", "gelu_pytorch_tanh")  # both mean the latter
-    layers, norm = config.size("num_hidden_layers"), rms_norm(config, 1e-6, unit_offset=True)
+    layers = config.size("num_hidden_layers")
+    norm = rms_norm(config, 1e-6, unit_offset=True)
     config.default("head_dim", 256)
     bias = config.opt("attention_bias", bool, False)
     attention = replace(rotary_attention(config, config.size("hidden_size")), qkv_bias=bias, out_bias=bias)
@@ -71,7 +72,8 @@ def _rnj1(config: HfConfig) -> ModelSpec:
     spec = _gemma3(config)
 
     def chunked(layer: Layer) -> Layer:
-        attention, window = layer.attention, layer.attention.window
+        attention = layer.attention
+        window = layer.attention.window
         if window is None:
             return layer
         if window % 2:

@@ -39,7 +39,8 @@ from pagoda.common.models.spec import (
     SideMoe,
 )
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
 _ROPES: Final[dict[str, Any]] = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -48,7 +49,8 @@ _ROPES: Final[dict[str, Any]] = {
 
 def _gemma3n(config: HfConfig) -> ModelSpec:
     config.ignore("altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar", "hidden_act")
-    layers, norm = config.size("num_hidden_layers"), rms_norm(config, 1e-6)
+    layers = config.size("num_hidden_layers")
+    norm = rms_norm(config, 1e-6)
     kinds = config.layer_types(layers, [_SLIDING if (layer + 1) % 5 else _FULL for layer in range(layers)])
     head_dim = config.opt_size("head_dim", 256)
     ropes = hf_config.rope_per_layer_type(config, head_dim, full=1_000_000.0, sliding=10_000.0)
@@ -62,7 +64,8 @@ def _gemma3n(config: HfConfig) -> ModelSpec:
     spec = _model(
         config, (Layer((m,), f, Norms(norm, norm, norm, norm), low_rank=low_rank) for m, f in zip(mixers, ffns))
     )
-    streams, active = config.opt_size("altup_num_inputs", 4), config.opt("altup_active_idx", int, 0)
+    streams = config.opt_size("altup_num_inputs", 4)
+    active = config.opt("altup_active_idx", int, 0)
     scaled = config.opt("altup_correct_scale", bool, True)
     return replace(
         spec,
@@ -74,10 +77,12 @@ def _gemma3n(config: HfConfig) -> ModelSpec:
 def _gemma4(config: HfConfig) -> ModelSpec:
     config.expect("use_bidirectional_attention", "vision")
     config.default("rope_parameters", _ROPES)
-    layers, norm = config.size("num_hidden_layers"), rms_norm(config, 1e-6)
+    layers = config.size("num_hidden_layers")
+    norm = rms_norm(config, 1e-6)
     pattern = [_SLIDING if (layer + 1) % 6 and layer + 1 < layers else _FULL for layer in range(layers)]
     kinds = config.layer_types(layers, pattern)
-    head_dim, same = config.opt_size("head_dim", 256), config.opt("attention_k_eq_v", bool, False)
+    head_dim = config.opt_size("head_dim", 256)
+    same = config.opt("attention_k_eq_v", bool, False)
     full_head_dim, full_kv_heads = _full_heads(config, kinds, same)
     ropes = hf_config.rope_per_layer_type(
         config, head_dim, full=1_000_000.0, sliding=10_000.0, full_head_dim=full_head_dim
@@ -87,7 +92,8 @@ def _gemma4(config: HfConfig) -> ModelSpec:
         _attention(config, full_head_dim, None), kv_heads=full_kv_heads or sliding.kv_heads, values_are_keys=same
     )
     each = [_of_kind(config, full if kind == _FULL else sliding, kind, ropes) for kind in kinds]
-    mixers, width = _shared(config, 0, each, kinds), config.size("intermediate_size")
+    mixers = _shared(config, 0, each, kinds)
+    width = config.size("intermediate_size")
     double = config.opt("use_double_wide_mlp", bool, False)
     side = _side_moe(config, norm) if config.opt("enable_moe_block", bool, False) else None
     config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
@@ -108,7 +114,8 @@ def _gemma4(config: HfConfig) -> ModelSpec:
 
 def _full_heads(config: HfConfig, kinds: Sequence[str], grouped: bool) -> tuple[int, int | None]:
     """Return head dim and KV heads of full layers (None: as in the others), from either form of the config."""
-    head_dim, kv_heads = config.opt_size("global_head_dim", 512), config.nullable("num_global_key_value_heads", int)
+    head_dim = config.opt_size("global_head_dim", 512)
+    kv_heads = config.nullable("num_global_key_value_heads", int)
     sections = config.section("per_layer_config")
     if sections is None:
         return head_dim, kv_heads if grouped else None
@@ -127,11 +134,9 @@ def _full_heads(config: HfConfig, kinds: Sequence[str], grouped: bool) -> tuple[
 
 
 def _attention(config: HfConfig, head_dim: int, rope: Rope | None) -> Attention:
-    heads, bias, norm = (
-        config.size("num_attention_heads"),
-        config.opt("attention_bias", bool, False),
-        rms_norm(config, 1e-6),
-    )
+    heads = config.size("num_attention_heads")
+    bias = config.opt("attention_bias", bool, False)
+    norm = rms_norm(config, 1e-6)
     return Attention(
         heads=heads,
         kv_heads=hf_config.kv_heads(config, heads),
@@ -185,7 +190,8 @@ def _side_moe(config: HfConfig, norm: Norm) -> SideMoe:
 
 
 def _model(config: HfConfig, layers: Iterable[Layer]) -> ModelSpec:
-    norm, width = rms_norm(config, 1e-6), config.opt("hidden_size_per_layer_input", int, 256)
+    norm = rms_norm(config, 1e-6)
+    width = config.opt("hidden_size_per_layer_input", int, 256)
     vocab = config.opt_size("vocab_size_per_layer_input", 262_144)
     activation = config.activation("hidden_activation", "gelu_pytorch_tanh")
     spec = decoder(config, layers, norm, tied=True)

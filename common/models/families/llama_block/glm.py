@@ -56,7 +56,9 @@ def _chatglm(config: HfConfig) -> ModelSpec:
         config.expect(key, supported)
     config.ignore("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "bias_dropout_fusion")
     config.ignore("fp32_residual_connection", "vocab_size")
-    heads, head_dim, width = config.size("num_attention_heads"), config.size("kv_channels"), config.size("hidden_size")
+    heads = config.size("num_attention_heads")
+    head_dim = config.size("kv_channels")
+    width = config.size("hidden_size")
     grouped = config.opt("multi_query_attention", bool, False)
     groups = config.opt_size("multi_query_group_num", 1)
     interleaved = config.opt("original_rope", bool, True)
@@ -97,7 +99,8 @@ GLM4 = Family(
     ),
 )
 
-_SOURCE, _QKV = "[transformer.]encoder.layers.{l}", tuple("layers.{l}.mixers.0." + name for name in "qkv")
+_SOURCE = "[transformer.]encoder.layers.{l}"
+_QKV = tuple("layers.{l}.mixers.0." + name for name in "qkv")
 
 CHATGLM = Family(
     _chatglm,

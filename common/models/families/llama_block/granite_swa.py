@@ -16,7 +16,8 @@ from pagoda.common.models.spec import ModelSpec
 
 
 def _windowed(build: Callable[[HfConfig], ModelSpec], config: HfConfig) -> ModelSpec:
-    spec, window = build(config), config.window(128)
+    spec = build(config)
+    window = config.window(128)
     layers = len(spec.layers)
     kinds = config.layer_types(layers, ["sliding_attention" if n % 4 else "full_attention" for n in range(layers)])
     thetas = config.opt("layer_rope_theta", list, [None] * layers)

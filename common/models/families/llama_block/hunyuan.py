@@ -19,7 +19,8 @@ UNUSED = (
 def _hunyuan(config: HfConfig) -> ModelSpec:
     config.expect("num_experts", 1)
     config.ignore(*UNUSED)
-    layers, attention = config.size("num_hidden_layers"), hunyuan_attention(config)
+    layers = config.size("num_hidden_layers")
+    attention = hunyuan_attention(config)
     return pre_norm_decoder(config, [attention] * layers, [gated_mlp(config)] * layers, rms_norm(config, 1e-5))
 
 

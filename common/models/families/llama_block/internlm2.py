@@ -20,13 +20,15 @@ from pagoda.common.models.spec import Classifier, ModelSpec, Pooler
 
 
 def _internlm2(config: HfConfig) -> ModelSpec:
-    layers, bias = config.size("num_hidden_layers"), config.opt("bias", bool, True)
+    layers = config.size("num_hidden_layers")
+    bias = config.opt("bias", bool, True)
     attention = rotary_attention(config, config.size("hidden_size"))
     attention = replace(attention, qkv_bias=bias, out_bias=bias)
     return pre_norm_decoder(config, [attention] * layers, [gated_mlp(config)] * layers, rms_norm(config, 1e-6))
 
 
-_SOURCE, _QKV = "[model.]layers.{l}", tuple("layers.{l}.mixers.0." + name for name in "qkv")
+_SOURCE = "[model.]layers.{l}"
+_QKV = tuple("layers.{l}.mixers.0." + name for name in "qkv")
 
 INTERNLM2 = Family(
     _internlm2,

@@ -51,7 +51,8 @@ def _fairseq2(config: HfConfig) -> ModelSpec:
 
 
 def _ministral3(config: HfConfig) -> ModelSpec:
-    layers, width = config.size("num_hidden_layers"), config.size("hidden_size")
+    layers = config.size("num_hidden_layers")
+    width = config.size("hidden_size")
     head_dim = hf_config.head_dim(config, width, config.size("num_attention_heads"))
     rope = hf_config.rope(config, head_dim, read_elsewhere=(_GROWTH, "max_position_embeddings"))
     attention = replace(grouped_attention(config, width, rope), window=config.window(None))

@@ -30,7 +30,8 @@ def scaled(config: HfConfig, spec: ModelSpec, *, embedding: float, depth: float,
 
 def _teleflm(config: HfConfig) -> ModelSpec:
     spec = llama(config, tied=False)
-    embedding, output = config.opt("input_mult", float, 1.0), config.opt("output_mult", float, 1.0)
+    embedding = config.opt("input_mult", float, 1.0)
+    output = config.opt("output_mult", float, 1.0)
     output /= config.opt("mup_scale_factor", float, 1.0)
     if not config.opt("use_mup", bool, False):
         return spec

@@ -12,7 +12,8 @@ from pagoda.common.models.spec import Layer, Mlp, ModelSpec
 
 def _nemotron_nas(config: HfConfig) -> ModelSpec:
     config.expect("architecture", "transformer")
-    count, heads = config.size("num_hidden_layers"), config.size("num_attention_heads")
+    count = config.size("num_hidden_layers")
+    heads = config.size("num_attention_heads")
     if "block_configs" not in config:  # DeciLM-7B
         kv_heads = config.per_layer("num_key_value_heads_per_layer", count, heads)
         spec = llama(config)
@@ -40,10 +41,12 @@ def _resized(config: HfConfig, layer: Layer, kv_heads: int, heads: int) -> Layer
 def _block(block: HfConfig, layer: Layer, heads: int, width: int) -> Layer:
     """Return the layer with the mixer and the ffn that its block states, each possibly none."""
     block.expect("parallel_blocks", None)
-    attention, ffn = block.section("attention"), block.section("ffn")
+    attention = block.section("attention")
+    ffn = block.section("ffn")
     if attention is None or ffn is None:
         raise block.error("attention" if attention is None else "ffn", "is missing")
-    mixer, mlp = _attention(attention, layer.attention, heads), _mlp(ffn, layer.feed_forward, width)
+    mixer = _attention(attention, layer.attention, heads)
+    mlp = _mlp(ffn, layer.feed_forward, width)
     block.finish()
     norms = layer.norms
     norms = replace(
@@ -62,7 +65,8 @@ def _attention(section: HfConfig, attention: Attention, heads: int) -> Attention
     ):
         section.expect(key, False)
     section.expect("unshifted_sink", False)
-    per_group, none = section.opt("n_heads_in_group", int, 0), section.opt("no_op", bool, False)
+    per_group = section.opt("n_heads_in_group", int, 0)
+    none = section.opt("no_op", bool, False)
     section.finish()
     if none:
         return None
@@ -75,7 +79,8 @@ def _mlp(section: HfConfig, mlp: object, width: int) -> Mlp | None:
     assert isinstance(mlp, Mlp), "Llama's"
     for key in ("replace_with_linear", "sparsify"):
         section.expect(key, False)
-    multiple, none = section.opt("ffn_mult", float, 0.0), section.opt("no_op", bool, False)
+    multiple = section.opt("ffn_mult", float, 0.0)
+    none = section.opt("no_op", bool, False)
     channels = section.opt("intermediate_size", int, 0) or -(-int(2 * multiple * width / 3) // 256) * 256
     activation = section.activation("hidden_act", mlp.activation)
     section.finish()

@@ -32,7 +32,8 @@ def _olmo2(config: HfConfig) -> ModelSpec:
 
 
 def _olmo3(config: HfConfig) -> ModelSpec:
-    layers, width = config.size("num_hidden_layers"), config.size("hidden_size")
+    layers = config.size("num_hidden_layers")
+    width = config.size("hidden_size")
     theta = config.opt("rope_theta", float, 500_000.0)
     head_dim = hf_config.head_dim(config, width, config.size("num_attention_heads"))
     ropes = hf_config.rope_per_layer_type(config, head_dim, full=theta, sliding=theta)

@@ -23,7 +23,9 @@ def _plamo3(config: HfConfig) -> ModelSpec:
     config.expect("linear_type", "normal")
     config.alias("sliding_window", "window_size")
     config.alias("rope_local_base_freq", "rope_local_theta")
-    layers, width, norm = config.size("num_hidden_layers"), config.size("hidden_size"), rms_norm(config, 1e-6)
+    layers = config.size("num_hidden_layers")
+    width = config.size("hidden_size")
+    norm = rms_norm(config, 1e-6)
     ropes = hf_config.rope_per_layer_type(config, config.size("head_dim"), full=1_000_000.0, sliding=10_000.0)
     full = replace(grouped_attention(config, width, ropes["full_attention"]), qk_norm=norm)
     windowed = replace(full, rope=ropes["sliding_attention"], window=config.window(2048))
@@ -31,12 +33,15 @@ def _plamo3(config: HfConfig) -> ModelSpec:
     kinds = config.layer_types(
         layers, ["sliding_attention" if (n + 1) % every else "full_attention" for n in range(layers)]
     )
-    norms, ffn = Norms(norm, norm, norm, norm), gated_mlp(config)
+    norms = Norms(norm, norm, norm, norm)
+    ffn = gated_mlp(config)
     stack = (Layer((windowed if kind == "sliding_attention" else full,), ffn, norms) for kind in kinds)
     return decoder(config, stack, norm)
 
 
-_LAYER, _MIXER, _NORMS = "model.layers.layers.{l}", "layers.{l}.mixers.0", "layers.{l}.norms"
+_LAYER = "model.layers.layers.{l}"
+_MIXER = "layers.{l}.mixers.0"
+_NORMS = "layers.{l}.norms"
 
 PLAMO3 = Family(
     _plamo3,

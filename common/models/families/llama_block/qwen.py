@@ -56,7 +56,8 @@ def _qwen3_moe(config: HfConfig) -> ModelSpec:
 
 
 def _qwen2_moe(config: HfConfig) -> ModelSpec:
-    layers, window = config.size("num_hidden_layers"), _window(config)
+    layers = config.size("num_hidden_layers")
+    window = _window(config)
     first = config.opt("max_window_layers", int, 28)
     default = ["full_attention" if layer % 2 or layer >= first else "sliding_attention" for layer in range(layers)]
     attention = rotary_attention(config, config.size("hidden_size"))
@@ -72,7 +73,8 @@ def _qwen2_moe(config: HfConfig) -> ModelSpec:
 
 def _dense(config: HfConfig, attention: Attention) -> ModelSpec:
     layers = config.size("num_hidden_layers")
-    window, first = _window(config), config.opt("max_window_layers", int, 28)
+    window = _window(config)
+    first = config.opt("max_window_layers", int, 28)
     default = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(layers)]
     mixers = [
         replace(attention, window=window) if kind == "sliding_attention" else attention

@@ -18,7 +18,8 @@ def _solar(config: HfConfig) -> ModelSpec:
         raise config.error("bskcn_tv", f"is {shares}; it must be two numbers")
     blends: dict[int, Blend] = {}
     for begin, end in (("bskcn_1", "bskcn_3"), ("bskcn_2", "bskcn_4")):
-        begins, ends = config.opt(begin, list, []), config.opt(end, list, [])
+        begins = config.opt(begin, list, [])
+        ends = config.opt(end, list, [])
         for layer in ends:
             earlier = [first for first in begins if first < layer]
             if not earlier or layer in blends or layer in begins:

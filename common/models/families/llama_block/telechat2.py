@@ -39,7 +39,8 @@ def _telechat2(config: HfConfig) -> ModelSpec:
     return pre_norm_decoder(config, [attention] * layers, [ffn] * layers, rms_norm(config, 1e-5))
 
 
-_SOURCE, _MIXER = "[transformer.]h.{l}", "layers.{l}.mixers.0"
+_SOURCE = "[transformer.]h.{l}"
+_MIXER = "layers.{l}.mixers.0"
 
 TELECHAT2 = Family(
     _telechat2,

@@ -25,11 +25,13 @@ def _arctic(config: HfConfig) -> ModelSpec:
     config.expect("use_residual", True)
     config.ignore("moe_token_dropping", "moe_min_capacity", "moe_train_capacity_factor", "moe_eval_capacity_factor")
     config.ignore("enable_expert_tensor_parallelism", "parallel_attn_mlp_res", "quantization", "enc_index")
-    norm, norms = rms_norm(config, 1e-5), Norms(rms_norm(config, 1e-5), None, rms_norm(config, 1e-5))
+    norm = rms_norm(config, 1e-5)
+    norms = Norms(rms_norm(config, 1e-5), None, rms_norm(config, 1e-5))
     bias = config.opt("attention_bias", bool, False)
     attention = rotary_attention(config, config.size("hidden_size"), theta=1_000_000.0)
     attention = replace(attention, window=config.window(None), qkv_bias=bias, out_bias=bias)
-    ffn, top_k = gated_mlp(config), config.opt_size("num_experts_per_tok", 1)
+    ffn = gated_mlp(config)
+    top_k = config.opt_size("num_experts_per_tok", 1)
     moe = Moe(config.size("num_local_experts", "num_experts"), ffn, Router(top_k, renormalise=top_k > 1))
     dense = Layer((attention,), ffn, norms)
     sparse = Layer((attention,), replace(ffn, width=config.size("hidden_size")), norms, shortcut=Shortcut(moe, norm))
@@ -42,7 +44,8 @@ def _every(config: HfConfig) -> int:
     return config.opt_size("moe_layer_frequency", 2)
 
 
-_LAYER, _MOE = "[model.]layers.{l}", "layers.{l}.shortcut.moe"
+_LAYER = "[model.]layers.{l}"
+_MOE = "layers.{l}.shortcut.moe"
 
 
 def _mlp(source: str, target: str) -> tuple[Rule, ...]:

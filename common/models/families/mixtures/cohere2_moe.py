@@ -13,12 +13,11 @@ from pagoda.common.models.spec import Ffn, Layer, ModelSpec, Moe, Norms, Router
 
 
 def _cohere2_moe(config: HfConfig) -> ModelSpec:
-    layers, first = config.size("num_hidden_layers"), config.opt("first_k_dense_replace", int, 0)
+    layers = config.size("num_hidden_layers")
+    first = config.opt("first_k_dense_replace", int, 0)
     dense_kinds = config.opt("mlp_layer_types", list, ["dense"] * first + ["sparse"] * (layers - first))
-    prefix, every = (
-        config.opt_size("prefix_dense_sliding_window_pattern", 1),
-        config.opt_size("sliding_window_pattern", 4),
-    )
+    prefix = config.opt_size("prefix_dense_sliding_window_pattern", 1)
+    every = config.opt_size("sliding_window_pattern", 4)
     cycles = [(n + 1) % prefix for n in range(first)] + [(n + 1) % every for n in range(layers - first)]
     kinds = config.layer_types(layers, ["sliding_attention" if cycle else "full_attention" for cycle in cycles])
     bias = config.opt("attention_bias", bool, False)
@@ -38,7 +37,8 @@ def _cohere2_moe(config: HfConfig) -> ModelSpec:
     norm = Norm(config.opt("layer_norm_eps", float, 1e-5), kind="layer")
     if "rms_norm_eps" in config:
         norm = Norm(config.need("rms_norm_eps", float))
-    moe, dense = _moe(config), gated_mlp(config)
+    moe = _moe(config)
+    dense = gated_mlp(config)
     if "dense" in dense_kinds:
         dense = replace(dense, width=config.size("prefix_dense_intermediate_size"))
     config.ignore("prefix_dense_intermediate_size")
@@ -54,7 +54,8 @@ def _moe(config: HfConfig) -> Moe:
     softmax = config.opt("expert_selection_fn", str, "softmax") == "softmax"
     renormalise = config.opt("norm_topk_prob", bool, True) or softmax  # the softmax is over the chosen experts
     router = Router(config.opt_size("num_experts_per_tok", 2), renormalise, "softmax" if softmax else "sigmoid")
-    expert, shared = gated_mlp(config), config.opt("num_shared_experts", int, 0)
+    expert = gated_mlp(config)
+    shared = config.opt("num_shared_experts", int, 0)
     if _averages(config) and shared:
         router = replace(router, scale=0.5)  # and so is the output of the shared Mlp
     width = shared * expert.width

@@ -19,9 +19,11 @@ def _dbrx(config: HfConfig) -> ModelSpec:
 
 
 def _attention(config: HfConfig) -> Attention:
-    width, heads = config.size("hidden_size"), config.size("n_heads", "num_attention_heads")
+    width = config.size("hidden_size")
+    heads = config.size("n_heads", "num_attention_heads")
     section = config.section("attn_config") or HfConfig({})
-    head_dim, kv_heads = hf_config.head_dim(config, width, heads), section.opt_size("kv_n_heads", 1)
+    head_dim = hf_config.head_dim(config, width, heads)
+    kv_heads = section.opt_size("kv_n_heads", 1)
     if heads % kv_heads:
         raise section.error("kv_n_heads", f"{kv_heads} does not divide n_heads {heads}")
     config.expect("num_key_value_heads", kv_heads)

@@ -23,24 +23,28 @@ from pagoda.common.models.spec import Ffn, ModelSpec, Moe, Router
 
 
 def _ernie_moe(config: HfConfig) -> ModelSpec:
-    layers, bias = config.size("num_hidden_layers"), config.opt("use_bias", bool, False)
+    layers = config.size("num_hidden_layers")
+    bias = config.opt("use_bias", bool, False)
     config.expect("moe_norm_min", 1e-12)  # no sum of softmax scores is less
     config.expect("moe_gate", "topk")
     config.expect("moe_use_aux_free", True)
     config.ignore("moe_capacity", "num_nextn_predict_layers")  # training; layers that only propose drafts
     attention = rotary_attention(config, config.size("hidden_size"), theta=500_000.0, interleaved=True)
     attention = replace(attention, qkv_bias=bias, out_bias=bias)
-    first, step = config.opt("moe_layer_start_index", int, 1), config.opt_size("moe_layer_interval", 1)
+    first = config.opt("moe_layer_start_index", int, 1)
+    step = config.opt_size("moe_layer_interval", 1)
     end = config.opt("moe_layer_end_index", int, -1)
     last = layers - 1 if end == -1 else end
-    dense, moe = gated_mlp(config, bias=bias), _moe(config)
+    dense = gated_mlp(config, bias=bias)
+    moe = _moe(config)
     ffns: list[Ffn] = [moe if first <= n <= last and not (n + 1) % step else dense for n in range(layers)]
     spec = pre_norm_decoder(config, [attention] * layers, ffns, rms_norm(config, 1e-5), tied=True)
     return replace(spec, head_bias=bias)
 
 
 def _moe(config: HfConfig) -> Moe:
-    width, shared = config.size("moe_intermediate_size"), config.opt("moe_num_shared_experts", int, 2)
+    width = config.size("moe_intermediate_size")
+    shared = config.opt("moe_num_shared_experts", int, 2)
     expert = replace(gated_mlp(config), width=width)
     router = Router(config.opt_size("moe_k", 6), renormalise=True, correction=True)
     bias = config.opt("use_bias", bool, False)

@@ -27,7 +27,8 @@ def _gpt_oss(config: HfConfig) -> ModelSpec:
     config.ignore("initial_context_length")  # in the section of the rope, too
     config.expect("hidden_act", "silu")
     config.alias("num_experts_per_tok", "experts_per_token")
-    layers, bias = config.size("num_hidden_layers"), config.opt("attention_bias", bool, True)
+    layers = config.size("num_hidden_layers")
+    bias = config.opt("attention_bias", bool, True)
     attention = rotary_attention(config, config.size("hidden_size"), theta=150_000.0)
     full = replace(attention, sinks=True, qkv_bias=bias, out_bias=bias)
     windowed = replace(full, window=config.window(128))

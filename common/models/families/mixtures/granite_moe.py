@@ -22,14 +22,16 @@ from pagoda.common.models.spec import Embedding, ModelSpec, Moe, Router
 
 
 def _granite_moe(config: HfConfig) -> ModelSpec:
-    layers, bias = config.size("num_hidden_layers"), config.opt("attention_bias", bool, False)
+    layers = config.size("num_hidden_layers")
+    bias = config.opt("attention_bias", bool, False)
     attention = replace(
         rotary_attention(config, config.size("hidden_size")),
         scale=config.opt("attention_multiplier", float, 1.0),
         qkv_bias=bias,
         out_bias=bias,
     )
-    expert, shared = gated_mlp(config), config.opt("shared_intermediate_size", int, 0)
+    expert = gated_mlp(config)
+    shared = config.opt("shared_intermediate_size", int, 0)
     router = Router(config.opt_size("num_experts_per_tok", 2), renormalise=True)
     moe = Moe(
         config.opt_size("num_local_experts", 8), expert, router, replace(expert, width=shared) if shared else None
@@ -44,7 +46,8 @@ def _granite_moe(config: HfConfig) -> ModelSpec:
     )
 
 
-_MOE, _SHARED = "[model.]layers.{l}.block_sparse_moe", "[model.]layers.{l}.shared_mlp"
+_MOE = "[model.]layers.{l}.block_sparse_moe"
+_SHARED = "[model.]layers.{l}.shared_mlp"
 
 RULES = (
     *EMBED_RULES,

@@ -24,9 +24,11 @@ def _hunyuan_moe(config: HfConfig) -> ModelSpec:
     ):
         config.expect(key, supported)
     config.ignore(*UNUSED, *_OFF, *_TRAINING)
-    layers, dense = config.size("num_hidden_layers"), gated_mlp(config)
+    layers = config.size("num_hidden_layers")
+    dense = gated_mlp(config)
     widths = config.per_layer("moe_intermediate_size", layers, dense.width)
-    experts, chosen = config.per_layer("num_experts", layers), config.per_layer("moe_topk", layers, 1)
+    experts = config.per_layer("num_experts", layers)
+    chosen = config.per_layer("moe_topk", layers, 1)
     shared = config.per_layer("num_shared_expert", layers, 1)
     if not config.opt("use_mixed_mlp_moe", bool, True):
         shared = [0] * layers

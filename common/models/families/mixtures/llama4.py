@@ -34,7 +34,8 @@ def _llama4(config: HfConfig) -> ModelSpec:
 
 
 def _mixers(config: HfConfig) -> list[Attention]:
-    layers, every = config.size("num_hidden_layers"), config.opt_size("no_rope_layer_interval", 4)
+    layers = config.size("num_hidden_layers")
+    every = config.opt_size("no_rope_layer_interval", 4)
     bias = config.opt("attention_bias", bool, False)
     with_rope = config.opt("no_rope_layers", list, []) or [(layer + 1) % every != 0 for layer in range(layers)]
     chunk = config.nullable("attention_chunk_size", int, 8192)
@@ -63,7 +64,8 @@ def _with_norms(base: Attention, norm: Norm) -> Attention:
     f x / sqrt(f^2 mean(x^2) + eps) = x / sqrt(mean(x^2) + eps / f^2).
     """
     assert base.rope is not None
-    rope, factor = base.rope, 1.0
+    rope = base.rope
+    factor = 1.0
     if isinstance(rope.scaling, YarnScaling | LongRopeScaling):
         factor = rope.scaling.attention_factor
         rope = replace(rope, scaling=replace(rope.scaling, attention_factor=1.0))
@@ -71,7 +73,8 @@ def _with_norms(base: Attention, norm: Norm) -> Attention:
 
 
 def _ffns(config: HfConfig) -> list[Ffn]:
-    layers, step = config.size("num_hidden_layers"), config.opt_size("interleave_moe_layer_step", 1)
+    layers = config.size("num_hidden_layers")
+    step = config.opt_size("interleave_moe_layer_step", 1)
     sparse = config.opt("moe_layers", list, list(range(step - 1, layers, step)))
     expert = gated_mlp(config)
     dense = replace(expert, width=config.opt_size("intermediate_size_mlp", 16384))

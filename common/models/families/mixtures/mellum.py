@@ -15,7 +15,9 @@ from pagoda.common.models.spec import ModelSpec, Moe, Router
 def _mellum(config: HfConfig) -> ModelSpec:
     config.default("head_dim", 128)
     config.ignore("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")  # layers that only propose drafts
-    layers, width, norm = config.size("num_hidden_layers"), config.size("hidden_size"), rms_norm(config, 1e-6)
+    layers = config.size("num_hidden_layers")
+    width = config.size("hidden_size")
+    norm = rms_norm(config, 1e-6)
     ropes = hf_config.rope_per_layer_type(config, config.size("head_dim"), full=500_000.0, sliding=10_000.0)
     full = replace(grouped_attention(config, width, ropes["full_attention"]), qk_norm=norm)
     windowed = replace(full, rope=ropes["sliding_attention"], window=config.window(1024))

@@ -21,7 +21,8 @@ from pagoda.common.models.spec import ModelSpec, Moe, SparseMixer
 
 
 def _phimoe(config: HfConfig) -> ModelSpec:
-    layers, bias = config.size("num_hidden_layers"), config.opt("attention_bias", bool, False)
+    layers = config.size("num_hidden_layers")
+    bias = config.opt("attention_bias", bool, False)
     config.expect("num_experts_per_tok", 2)
     config.ignore("input_jitter_noise")  # training
     attention = rotary_attention(config, config.size("hidden_size"))

@@ -39,7 +39,9 @@ def _ling3(config: HfConfig) -> ModelSpec:
     # KDA always norms q and k; the width of RoPE is qk_rope_head_dim.
     config.ignore("use_qk_norm", "num_mtp_layers", "rotary_dim", "partial_rotary_factor")
     name_keys(config, "sigmoid")
-    layers, heads, norm = config.size("num_hidden_layers"), config.size("num_attention_heads"), rms_norm(config, 1e-6)
+    layers = config.size("num_hidden_layers")
+    heads = config.size("num_attention_heads")
+    norm = rms_norm(config, 1e-6)
     kda = _kda(config, heads, norm)
     config.set("head_dim", config.size("qk_rope_head_dim"))
     if "q_lora_rank" not in config:
@@ -80,7 +82,8 @@ def _of_hub(rules: Iterable[Rule]) -> Iterator[Rule]:
             yield replace(rule, source=rule.source.replace(".self_attn.", ".attention."))
 
 
-_SOURCE, _TARGET = "[model.]layers.{l}.attention", "layers.{l}.mixers.0"
+_SOURCE = "[model.]layers.{l}.attention"
+_TARGET = "layers.{l}.mixers.0"
 
 HYBRID_RULES: Final[tuple[Rule, ...]] = (
     *LATENT_RULES,

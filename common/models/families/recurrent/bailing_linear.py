@@ -25,7 +25,8 @@ def _ling25(config: HfConfig) -> ModelSpec:
     config.expect("rope_interleave", True)
     config.ignore("moe_router_enable_routed_scaling", "moe_router_enable_shared_expert", "num_kv_heads_for_linear_attn")
     name_keys(config, "sigmoid")
-    layers, norm = config.size("num_hidden_layers"), rms_norm(config, 1e-6)
+    layers = config.size("num_hidden_layers")
+    norm = rms_norm(config, 1e-6)
     kinds = hybrid_kinds(config, layers, 8)
     linear = [_linear_attention(config, layer, layers) for layer in range(layers)]
     _keys_of_latent_attention(config)
@@ -35,7 +36,8 @@ def _ling25(config: HfConfig) -> ModelSpec:
 
 
 def _linear_attention(config: HfConfig, layer: int, layers: int) -> LightningAttention:
-    heads, norm = config.size("num_attention_heads"), rms_norm(config, 1e-6)
+    heads = config.size("num_attention_heads")
+    norm = rms_norm(config, 1e-6)
     head_dim = hf_config.head_dim(config, config.size("hidden_size"), heads)
     if "rotary_dim" in config:
         config.default("partial_rotary_factor", config.size("rotary_dim") / head_dim)
@@ -61,7 +63,8 @@ def _keys_of_latent_attention(config: HfConfig) -> None:
         config.set("q_lora_rank", None)
 
 
-_SOURCE, _TARGET = "[model.]layers.{l}.attention", "layers.{l}.mixers.0"
+_SOURCE = "[model.]layers.{l}.attention"
+_TARGET = "layers.{l}.mixers.0"
 
 LING25 = Family(
     _ling25,

@@ -21,9 +21,11 @@ from pagoda.common.models.spec import Embedding, Layer, ModelSpec, Norms
 
 
 def _bamba(config: HfConfig) -> ModelSpec:
-    layers, norm = config.size("num_hidden_layers"), rms_norm(config, 1e-5)
+    layers = config.size("num_hidden_layers")
+    norm = rms_norm(config, 1e-5)
     config.ignore("z_loss_coefficient", "attn_rotary_emb")
-    attention, mamba = _attention(config, partial=0.5), hybrid_mamba2(config, norm)
+    attention = _attention(config, partial=0.5)
+    mamba = hybrid_mamba2(config, norm)
     attending = config.opt("attn_layer_indices", list, [])
     mlp = gated_mlp(config, bias=config.opt("mlp_bias", bool, False))
     mixers = [attention if layer in attending else mamba for layer in range(layers)]
@@ -31,7 +33,8 @@ def _bamba(config: HfConfig) -> ModelSpec:
 
 
 def _falcon_h1(config: HfConfig) -> ModelSpec:
-    norm, normed = rms_norm(config, 1e-5), config.opt("mamba_rms_norm", bool, False)
+    norm = rms_norm(config, 1e-5)
+    normed = config.opt("mamba_rms_norm", bool, False)
     config.expect("mamba_use_mlp", True)
     config.ignore("mlp_expansion_factor", "attn_layer_indices")
     width = config.opt_size("mamba_d_ssm", 1024)

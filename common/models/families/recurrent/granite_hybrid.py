@@ -27,7 +27,8 @@ _KINDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention
 def _granite_hybrid(config: HfConfig) -> ModelSpec:
     config.expect("normalization_function", "rmsnorm")
     config.ignore("init_method")
-    layers, norm = config.size("num_hidden_layers"), rms_norm(config, 1e-6)
+    layers = config.size("num_hidden_layers")
+    norm = rms_norm(config, 1e-6)
     named = config.opt("layer_types", list, config.opt("layers_block_type", list, ["mamba"] * layers))
     if len(named) != layers or not set(named) <= _KINDS.keys():
         raise config.error("layer_types", f"is {named}; it must have {layers} entries of {', '.join(_KINDS)}")
@@ -44,7 +45,8 @@ def _granite_hybrid(config: HfConfig) -> ModelSpec:
 
 
 def _attention(config: HfConfig) -> Attention:
-    width, bias = config.size("hidden_size"), config.opt("attention_bias", bool, False)
+    width = config.size("hidden_size")
+    bias = config.opt("attention_bias", bool, False)
     config.expect("position_embedding_type", "rope", "nope")
     if config.opt("position_embedding_type", str, "nope") == "rope":
         attention = rotary_attention(config, width)
@@ -56,7 +58,8 @@ def _attention(config: HfConfig) -> Attention:
 
 
 def _ffn(config: HfConfig) -> Mlp | Moe:
-    experts, expert = config.opt("num_local_experts", int, 8), gated_mlp(config)
+    experts = config.opt("num_local_experts", int, 8)
+    expert = gated_mlp(config)
     shared = replace(expert, width=config.opt_size("shared_intermediate_size", 1024))
     router = Router(config.opt("num_experts_per_tok", int, 2), renormalise=True)
     return Moe(experts, expert, router, shared) if experts else shared

@@ -29,7 +29,8 @@ def _kimi_linear(config: HfConfig) -> ModelSpec:
     config.expect("mla_use_nope", True)
     config.expect("hidden_act", "silu")
     config.ignore("num_nextn_predict_layers", "rope_theta", "rope_scaling", "rope_parameters")
-    norm, layers = rms_norm(config, 1e-5), config.size("num_hidden_layers")
+    norm = rms_norm(config, 1e-5)
+    layers = config.size("num_hidden_layers")
     kda, kinds = _kda(config, layers, norm)
     mixers: dict[str, Mixer] = {"linear_attention": kda, "full_attention": _latent_attention(config)}
     ffns = leading_dense(config, lambda: routed_moe(config, _router(config), shared=1), 1)
@@ -52,10 +53,13 @@ _NAMES = {
 def _kda(config: HfConfig, layers: int, norm: Norm) -> tuple[KimiDelta, list[str]]:
     """Return the mixer, and the kind of mixer of each layer."""
     kinds = ["full_attention" if layer and layer % 4 == 0 else "linear_attention" for layer in range(layers)]
-    head_dim, heads = config.opt_size("linear_head_dim", 128), config.opt_size("linear_num_heads", 32)
-    taps, section = config.opt_size("linear_conv_kernel_dim", 4), config.section("linear_attn_config")
+    head_dim = config.opt_size("linear_head_dim", 128)
+    heads = config.opt_size("linear_num_heads", 32)
+    taps = config.opt_size("linear_conv_kernel_dim", 4)
+    section = config.section("linear_attn_config")
     if section is not None:
-        head_dim, heads = section.opt_size("head_dim", head_dim), section.opt_size("num_heads", heads)
+        head_dim = section.opt_size("head_dim", head_dim)
+        heads = section.opt_size("num_heads", heads)
         taps = section.opt_size("short_conv_kernel_size", taps)
         attending = section.opt("full_attn_layers", list, [])  # counted from 1
         kinds = ["full_attention" if layer + 1 in attending else "linear_attention" for layer in range(layers)]
@@ -68,7 +72,8 @@ def _kda(config: HfConfig, layers: int, norm: Norm) -> tuple[KimiDelta, list[str
 
 
 def _latent_attention(config: HfConfig) -> LatentAttention:
-    heads, rope_dim = config.size("num_attention_heads"), config.size("qk_rope_head_dim")
+    heads = config.size("num_attention_heads")
+    rope_dim = config.size("qk_rope_head_dim")
     nope_dim = config.size("qk_nope_head_dim")
     config.expect("num_key_value_heads", heads)
     config.ignore("head_dim", "qk_head_dim")
@@ -97,7 +102,8 @@ def _router(config: HfConfig) -> Router:
     )
 
 
-_ATTENTION, _TARGET = "[model.]layers.{l}.self_attn", "layers.{l}.mixers.0"
+_ATTENTION = "[model.]layers.{l}.self_attn"
+_TARGET = "layers.{l}.mixers.0"
 _KDA = {
     **{f"{part}_proj.weight": part for part in "qkvo"},
     **{f"{part}_conv1d.weight": f"{part}_conv" for part in "qkv"},

@@ -27,7 +27,8 @@ def _lfm2(config: HfConfig) -> ModelSpec:
 
 
 def _lfm2_moe(config: HfConfig) -> ModelSpec:
-    layers, dense = config.size("num_hidden_layers"), Mlp(config.size("intermediate_size"), "silu", gated=True)
+    layers = config.size("num_hidden_layers")
+    dense = Mlp(config.size("intermediate_size"), "silu", gated=True)
     router = Router(
         config.opt_size("num_experts_per_tok", 4),
         renormalise=config.opt("norm_topk_prob", bool, True),
@@ -36,13 +37,15 @@ def _lfm2_moe(config: HfConfig) -> ModelSpec:
         scale=config.opt("routed_scaling_factor", float, 1.0),
     )
     expert = replace(dense, width=config.opt_size("moe_intermediate_size", 1792))
-    moe, leading = Moe(config.opt_size("num_experts", 32), expert, router), config.opt("num_dense_layers", int, 2)
+    moe = Moe(config.opt_size("num_experts", 32), expert, router)
+    leading = config.opt("num_dense_layers", int, 2)
     return _model(config, [dense if layer < leading else moe for layer in range(layers)], ["full_attention"] * layers)
 
 
 def _model(config: HfConfig, ffns: list[Ffn], default: list[str]) -> ModelSpec:
     """`default`: the kind of mixer of each layer, unless `layer_types` states them."""
-    width, norm = config.size("hidden_size"), Norm(config.opt("norm_eps", float, 1e-5))
+    width = config.size("hidden_size")
+    norm = Norm(config.opt("norm_eps", float, 1e-5))
     config.alias("num_attention_heads", "num_heads")
     config.alias("tie_word_embeddings", "tie_embedding")
     config.alias("rope_theta", "theta")
@@ -61,7 +64,8 @@ def _model(config: HfConfig, ffns: list[Ffn], default: list[str]) -> ModelSpec:
     return pre_norm_decoder(config, mixers, ffns, norm, tied=True)
 
 
-_LAYER, _TARGET = "[model.]layers.{l}", "layers.{l}.mixers.0"
+_LAYER = "[model.]layers.{l}"
+_TARGET = "layers.{l}.mixers.0"
 
 
 RULES = (

@@ -50,7 +50,9 @@ def _mamba(config: HfConfig, *, normed: bool) -> ModelSpec:
 
 
 def _jamba(config: HfConfig) -> ModelSpec:
-    layers, width, norm = config.size("num_hidden_layers"), config.size("hidden_size"), rms_norm(config, 1e-6)
+    layers = config.size("num_hidden_layers")
+    width = config.size("hidden_size")
+    norm = rms_norm(config, 1e-6)
     config.expect("mamba_inner_layernorms", True)
     config.expect("hidden_act", "silu")  # also the activation of the convolution
     config.expect("sliding_window", None)
@@ -64,10 +66,13 @@ def _jamba(config: HfConfig) -> ModelSpec:
         bias=config.opt("mamba_proj_bias", bool, False),
         conv_bias=config.opt("mamba_conv_bias", bool, True),
     )
-    attention, mlp = grouped_attention(config, width, None), gated_mlp(config)
-    experts, router = config.opt_size("num_experts", 16), Router(config.opt_size("num_experts_per_tok", 2), False)
+    attention = grouped_attention(config, width, None)
+    mlp = gated_mlp(config)
+    experts = config.opt_size("num_experts", 16)
+    router = Router(config.opt_size("num_experts_per_tok", 2), False)
     moe = Moe(experts, mlp, router) if experts > 1 else mlp
-    attends, mixes = _every(config, "attn_layer", 8, 4), _every(config, "expert_layer", 2, 1)
+    attends = _every(config, "attn_layer", 8, 4)
+    mixes = _every(config, "expert_layer", 2, 1)
     mixers = [attention if layer % attends[0] == attends[1] else mamba for layer in range(layers)]
     ffns = [moe if layer % mixes[0] == mixes[1] else mlp for layer in range(layers)]
     return pre_norm_decoder(config, mixers, ffns, norm)
@@ -75,7 +80,8 @@ def _jamba(config: HfConfig) -> ModelSpec:
 
 def _every(config: HfConfig, what: str, period: int, offset: int) -> tuple[int, int]:
     """Return the period and the offset of a kind of layer. `period`, `offset`: the family's defaults."""
-    period, offset = config.opt_size(f"{what}_period", period), config.opt(f"{what}_offset", int, offset)
+    period = config.opt_size(f"{what}_period", period)
+    offset = config.opt(f"{what}_offset", int, offset)
     if not 0 <= offset < period:
         raise config.error(f"{what}_offset", f"is {offset}; it must be less than {what}_period {period}")
     return period, offset

@@ -24,7 +24,8 @@ TRAINING_KEYS = (
 
 def _mamba2(config: HfConfig) -> ModelSpec:
     norm = Norm(config.opt("layer_norm_epsilon", float, 1e-5))
-    width, heads = config.size("hidden_size"), config.opt_size("num_heads", 128)
+    width = config.size("hidden_size")
+    heads = config.opt_size("num_heads", 128)
     config.expect("hidden_act", "silu")
     config.expect("rms_norm", True)
     config.ignore("norm_before_gate", *TRAINING_KEYS)  # published as true, though the gate comes first
@@ -62,7 +63,8 @@ def hybrid_mamba2(config: HfConfig, norm: Norm | None, width: int | None = None)
     """Return the mixer that the keys `mamba_*` describe. `width`: channels of all heads, default: by `mamba_expand`."""
     config.expect("hidden_act", "silu")  # also the activation of the convolution
     config.ignore("mamba_chunk_size", *TRAINING_KEYS)
-    heads, expand = config.opt_size("mamba_n_heads", 128), config.opt_size("mamba_expand", 2)
+    heads = config.opt_size("mamba_n_heads", 128)
+    expand = config.opt_size("mamba_expand", 2)
     width = expand * config.size("hidden_size") if width is None else width
     if width % heads:
         raise config.error("mamba_n_heads", f"{heads} does not divide the {width} channels of the mixer")

@@ -26,7 +26,9 @@ _FACTORS = {"full_attention": "full_attn", "linear_attention": "linear_attn", "m
 
 
 def _minimax(config: HfConfig) -> ModelSpec:
-    layers, norm, width = config.size("num_hidden_layers"), rms_norm(config, 1e-5), config.size("hidden_size")
+    layers = config.size("num_hidden_layers")
+    norm = rms_norm(config, 1e-5)
+    width = config.size("hidden_size")
     config.expect("postnorm", True)
     config.expect("hidden_act", "silu")  # also that of queries, keys and values of lightning attention
     config.expect("shared_intermediate_size", 0)
@@ -92,7 +94,8 @@ def _norms(config: HfConfig, norm: Norm) -> tuple[Norm, Norm]:
     return norm, replace(norm, eps=norm.eps / _factors(config)[0] ** 2)
 
 
-_ATTENTION, _TARGET = "[model.]layers.{l}.self_attn", "layers.{l}.mixers.0"
+_ATTENTION = "[model.]layers.{l}.self_attn"
+_TARGET = "layers.{l}.mixers.0"
 
 MINIMAX = Family(
     _minimax,

@@ -32,8 +32,10 @@ def _nemotron_h(config: HfConfig) -> ModelSpec:
     config.ignore("rope_theta", "partial_rotary_factor")  # no RoPE
     config.ignore("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern")
     config.ignore("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", *TRAINING_KEYS)
-    norm, kinds = Norm(config.opt("layer_norm_epsilon", float, 1e-5)), _kinds(config)
-    mixer, ffn = Norms(before_mixer=norm), Norms(before_ffn=norm)
+    norm = Norm(config.opt("layer_norm_epsilon", float, 1e-5))
+    kinds = _kinds(config)
+    mixer = Norms(before_mixer=norm)
+    ffn = Norms(before_ffn=norm)
     mlp = Mlp(
         config.opt_size("intermediate_size", 21504),
         config.activation("mlp_hidden_act", "relu2"),

@@ -24,7 +24,9 @@ from pagoda.common.models.spec import Layer, ModelSpec, Norms
 
 
 def _olmo_hybrid(config: HfConfig) -> ModelSpec:
-    layers, norm, ffn = config.size("num_hidden_layers"), rms_norm(config, 1e-6), gated_mlp(config)
+    layers = config.size("num_hidden_layers")
+    norm = rms_norm(config, 1e-6)
+    ffn = gated_mlp(config)
     config.expect("hidden_act", "silu")  # also the activation of the convolution
     config.ignore("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
     kinds = ["linear_attention" if layer % 4 != 3 else "full_attention" for layer in range(layers)]
@@ -41,7 +43,8 @@ def _olmo_hybrid(config: HfConfig) -> ModelSpec:
 
 
 def _attention(config: HfConfig, norm: Norm) -> Attention:
-    width, bias = config.size("hidden_size"), config.opt("attention_bias", bool, False)
+    width = config.size("hidden_size")
+    bias = config.opt("attention_bias", bool, False)
     rope = config.opt("rope_parameters", dict, {})
     if "rope_theta" not in config and rope.get("rope_theta") is None:
         attention = grouped_attention(config, width, None)
@@ -68,7 +71,9 @@ def _gated_delta(config: HfConfig) -> GatedDelta:
     )
 
 
-_LAYER, _LINEAR, _TARGET = "[model.]layers.{l}", "[model.]layers.{l}.linear_attn", "layers.{l}.mixers.0"
+_LAYER = "[model.]layers.{l}"
+_LINEAR = "[model.]layers.{l}.linear_attn"
+_TARGET = "layers.{l}.mixers.0"
 _NORMS = (
     ("attention_layer_norm", "before_mixer"),
     ("input_layernorm", "before_mixer"),

@@ -65,7 +65,8 @@ def _kinds(config: HfConfig, layers: int) -> list[str]:
 
 
 def _attention(config: HfConfig) -> Attention:
-    heads, head_dim = config.size("num_attention_heads"), config.opt_size("head_dim", 256)
+    heads = config.size("num_attention_heads")
+    head_dim = config.opt_size("head_dim", 256)
     bias = config.opt("attention_bias", bool, False)
     return Attention(
         heads=heads,
@@ -97,8 +98,10 @@ def _gated_delta(config: HfConfig) -> GatedDelta:
 
 
 def _ffns(config: HfConfig, layers: int) -> list[Ffn]:
-    dense, experts = gated_mlp(config), config.opt("num_experts", int, 512)
-    mlp_only, step = config.opt("mlp_only_layers", list, []), config.opt_size("decoder_sparse_step", 1)
+    dense = gated_mlp(config)
+    experts = config.opt("num_experts", int, 512)
+    mlp_only = config.opt("mlp_only_layers", list, [])
+    step = config.opt_size("decoder_sparse_step", 1)
     if experts < 1:
         return [dense] * layers
     expert = replace(dense, width=config.opt_size("moe_intermediate_size", 512))
@@ -113,7 +116,8 @@ def _ffns(config: HfConfig, layers: int) -> list[Ffn]:
     return [ffn(layer) for layer in range(layers)]
 
 
-_ATTENTION, _LINEAR = "[model.]layers.{l}.self_attn", "[model.]layers.{l}.linear_attn"
+_ATTENTION = "[model.]layers.{l}.self_attn"
+_LINEAR = "[model.]layers.{l}.linear_attn"
 _TARGET = "layers.{l}.mixers.0"
 
 RULES = (

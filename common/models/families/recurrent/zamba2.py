@@ -22,10 +22,14 @@ def _zamba2(config: HfConfig) -> ModelSpec:
     config.expect("tie_word_embeddings", True)  # transformers shares the blocks' weights with those of the head
     config.expect("use_shared_mlp_adapter", True)
     config.ignore("use_mem_eff_path", "gated_linear_unit", *_DERIVED, *TRAINING_KEYS)
-    norm, bias = rms_norm(config, 1e-5), config.opt("add_bias_linear", bool, False)
-    mamba, attention = _mamba(config, bias), _attention(config)
-    mlp, rank = gated_mlp(config, bias=bias), config.opt_size("adapter_rank", 128)
-    hybrids, owners = _hybrids(config), _owners(config)
+    norm = rms_norm(config, 1e-5)
+    bias = config.opt("add_bias_linear", bool, False)
+    mamba = _mamba(config, bias)
+    attention = _attention(config)
+    mlp = gated_mlp(config, bias=bias)
+    rank = config.opt_size("adapter_rank", 128)
+    hybrids = _hybrids(config)
+    owners = _owners(config)
     layers = []
     for index in range(config.size("num_hidden_layers")):
         if index in hybrids:
@@ -38,7 +42,8 @@ def _zamba2(config: HfConfig) -> ModelSpec:
 
 def _hybrids(config: HfConfig) -> list[int]:
     """Return the layers with a transformer block."""
-    kinds, layers = config.need("layers_block_type", list), config.size("num_hidden_layers")
+    kinds = config.need("layers_block_type", list)
+    layers = config.size("num_hidden_layers")
     if len(kinds) != layers or not set(kinds) <= set(_KINDS):
         raise config.error("layers_block_type", f"is {kinds}; it must have {layers} entries of {', '.join(_KINDS)}")
     return [index for index, kind in enumerate(kinds) if kind == "hybrid"]
@@ -46,12 +51,14 @@ def _hybrids(config: HfConfig) -> list[int]:
 
 def _owners(config: HfConfig) -> dict[int, int]:
     """Return, by layer with a block, the first one with the same weights: they take turns."""
-    hybrids, blocks = _hybrids(config), config.opt_size("num_mem_blocks", 1)
+    hybrids = _hybrids(config)
+    blocks = config.opt_size("num_mem_blocks", 1)
     return {layer: hybrids[turn % blocks] for turn, layer in enumerate(hybrids)}
 
 
 def _attention(config: HfConfig) -> Attention:
-    heads, adapted = config.size("num_attention_heads"), config.opt("use_shared_attention_adapter", bool, False)
+    heads = config.size("num_attention_heads")
+    adapted = config.opt("use_shared_attention_adapter", bool, False)
     head_dim = 2 * config.size("hidden_size") // heads
     config.expect("attention_head_dim", head_dim)
     rotary = config.opt("use_mem_rope", bool, False)
@@ -88,7 +95,8 @@ def _mamba(config: HfConfig, bias: bool) -> Mamba2:
     )
 
 
-_SOURCE, _TARGET = "[model.]layers.{l}", "layers.{l}"
+_SOURCE = "[model.]layers.{l}"
+_TARGET = "layers.{l}"
 
 
 def _config_rules(config: HfConfig) -> tuple[Rule, ...]:
@@ -101,13 +109,12 @@ def _adapters(use: int, layer: int, owner: int) -> Iterator[Rule]:
     yield from mamba2_rules(f"[model.]layers.{layer}.mamba_decoder.mamba", f"layers.{layer}.mixers.1")
     source = f"[model.]layers.{owner}.shared_transformer"
     for part in "qkv":
-        adapter, target = (
-            f"{source}.self_attn.linear_{part}_adapter_list.{use}",
-            f"layers.{layer}.mixers.0.{part}_adapter",
-        )
+        adapter = f"{source}.self_attn.linear_{part}_adapter_list.{use}"
+        target = f"layers.{layer}.mixers.0.{part}_adapter"
         yield Rename(f"{adapter}.0.weight", target)
         yield Rename(f"{adapter}.1.weight", f"{target}_out")
-    adapter, target = f"{source}.feed_forward.gate_up_proj_adapter_list.{use}", f"layers.{layer}.block"
+    adapter = f"{source}.feed_forward.gate_up_proj_adapter_list.{use}"
+    target = f"layers.{layer}.block"
     yield Rename(f"{adapter}.0.weight", f"{target}.ffn_adapter")
     yield Split(f"{adapter}.1.weight", tuple(f"{target}.ffn.{part}_adapter_out" for part in ("gate", "up")))
 

@@ -25,14 +25,18 @@ def _afmoe(config: HfConfig) -> ModelSpec:
     for key, supported in (("score_func", "sigmoid"), ("route_norm", True), ("n_group", 1), ("topk_group", 1)):
         config.expect(key, supported)
     config.ignore("load_balance_coeff", "num_expert_groups", "num_limited_groups", "use_grouped_mm")
-    layers, width, norm = config.size("num_hidden_layers"), config.size("hidden_size"), rms_norm(config, 1e-5)
+    layers = config.size("num_hidden_layers")
+    width = config.size("hidden_size")
+    norm = rms_norm(config, 1e-5)
     config.default("head_dim", 128)
     windowed = replace(rotary_attention(config, width), qk_norm=norm, output_gate=True, window=config.window(1024))
     full = replace(windowed, rope=None, window=None)
     every = config.opt_size("global_attn_every_n_layers", 4)
     pattern = ["sliding_attention" if (n + 1) % every else "full_attention" for n in range(layers)]
     kinds = config.layer_types(layers, pattern)
-    dense, moe, first = gated_mlp(config), _moe(config), config.opt("num_dense_layers", int, 1)
+    dense = gated_mlp(config)
+    moe = _moe(config)
+    first = config.opt("num_dense_layers", int, 1)
     ffns: list[Ffn] = [dense if n < first else moe for n in range(layers)]
     norms = Norms(norm, norm, norm, norm)
     stack = (Layer((windowed if kind == "sliding_attention" else full,), ffn, norms) for kind, ffn in zip(kinds, ffns))
@@ -41,14 +45,16 @@ def _afmoe(config: HfConfig) -> ModelSpec:
 
 
 def _moe(config: HfConfig) -> Moe:
-    scale, top_k = config.opt("route_scale", float, 1.0), config.opt_size("num_experts_per_tok", 6)
+    scale = config.opt("route_scale", float, 1.0)
+    top_k = config.opt_size("num_experts_per_tok", 6)
     router = Router(top_k, renormalise=True, scores="sigmoid", correction=True, scale=scale)
     expert = replace(gated_mlp(config), width=config.opt_size("moe_intermediate_size", 1408))
     shared = replace(expert, width=expert.width * config.opt_size("num_shared_experts", 2))
     return Moe(config.opt_size("num_experts", 64), expert, router, shared)
 
 
-_LAYER, _NORMS = "[model.]layers.{l}", "layers.{l}.norms"
+_LAYER = "[model.]layers.{l}"
+_NORMS = "layers.{l}.norms"
 
 AFMOE = Family(
     _afmoe,

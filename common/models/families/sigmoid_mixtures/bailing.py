@@ -86,7 +86,8 @@ def _head(config: HfConfig) -> tuple[Rule, ...]:
     return (Normalise("lm_head.weight", "head", axis=0),) if normalised else ()
 
 
-_SOURCE, _TARGET = "[model.]layers.{l}.attention", "layers.{l}.mixers.0"
+_SOURCE = "[model.]layers.{l}.attention"
+_TARGET = "layers.{l}.mixers.0"
 
 RULES = (
     *(EMBED_RULES + MLP_RULES + MOE_RULES + PRE_NORM_RULES),

@@ -26,7 +26,9 @@ def _dots1(config: HfConfig) -> ModelSpec:
     attention = rotary_attention(config, config.size("hidden_size"))
     attention = replace(attention, qk_norm=norm, qkv_bias=bias, out_bias=bias)
     ffns = leading_dense(config, lambda: routed_moe(config, corrected_sigmoid_router(config, renormalise=False)), 0)
-    layers, window, first = len(ffns), config.window(4096), config.opt("max_window_layers", int, 62)
+    layers = len(ffns)
+    window = config.window(4096)
+    first = config.opt("max_window_layers", int, 62)
     default = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(layers)]
     mixers = [
         replace(attention, window=window) if kind == "sliding_attention" else attention

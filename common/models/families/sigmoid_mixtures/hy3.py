@@ -38,11 +38,13 @@ def _hy3(config: HfConfig) -> ModelSpec:
     config.ignore(*_UNUSED)
 
     def moe() -> Moe:
-        scale, top_k = config.opt("router_scaling_factor", float, 2.826), config.opt_size("num_experts_per_tok", 8)
+        scale = config.opt("router_scaling_factor", float, 2.826)
+        top_k = config.opt_size("num_experts_per_tok", 8)
         router = Router(top_k, renormalise=True, scores="sigmoid", correction=True, scale=scale)
         return routed_moe(config, router, shared=1)
 
-    norm, bias = rms_norm(config, 1e-5), config.opt("attention_bias", bool, False)
+    norm = rms_norm(config, 1e-5)
+    bias = config.opt("attention_bias", bool, False)
     attention = rotary_attention(config, config.size("hidden_size"), theta=11_158_840.0)
     attention = replace(attention, qk_norm=norm, qkv_bias=bias, out_bias=bias)
     ffns = leading_dense(config, moe, 1)

@@ -27,7 +27,8 @@ def _mimo_v2(config: HfConfig) -> ModelSpec:
     _named_kinds(config, "moe_layer_freq", "mlp_layer_types", _FFN)
     config.default("mlp_layer_types", ["dense"] + ["sparse"] * (layers - 1))
     pattern = ["full_attention" if n == 0 or not (n + 1) % 6 else "sliding_attention" for n in range(layers)]
-    mixers, kinds = _mixers(config), config.layer_types(layers, pattern)
+    mixers = _mixers(config)
+    kinds = config.layer_types(layers, pattern)
     ffns = leading_dense(config, lambda: routed_moe(config, corrected_sigmoid_router(config)), 1)
     spec = pre_norm_decoder(config, [mixers[kind] for kind in kinds], ffns, rms_norm(config, 1e-5))
     scale = config.opt("attention_value_scale", float, 1.0)
@@ -40,7 +41,8 @@ def _fused(config: HfConfig) -> tuple[Rule, ...]:
     Published float8 checkpoints have it in as many parts as full-attention layers have KV heads, quantised one by one;
     others, which transformers wrote, have all of q, then k, then v.
     """
-    source, parts = "[model.]layers.{l}.self_attn.qkv_proj", tuple(f"layers.{{l}}.mixers.0.{part}" for part in "qkv")
+    source = "[model.]layers.{l}.self_attn.qkv_proj"
+    parts = tuple(f"layers.{{l}}.mixers.0.{part}" for part in "qkv")
     return (Split(f"{source}.weight", parts, quantised_pieces=config.size("num_key_value_heads")),)
 
 
@@ -81,7 +83,8 @@ def _mixers(config: HfConfig) -> dict[str, Attention]:
     kv_heads = config.opt_size("swa_num_key_value_heads", 2 * full.kv_heads)
     if full.heads % kv_heads:
         raise config.error("swa_num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {full.heads}")
-    rope, window = ropes["sliding_attention"], config.window(129)
+    rope = ropes["sliding_attention"]
+    window = config.window(129)
     return {
         "full_attention": full,
         "sliding_attention": replace(full, kv_heads=kv_heads, rope=rope, window=window, sinks=True),

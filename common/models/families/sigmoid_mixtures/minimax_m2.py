@@ -24,7 +24,9 @@ _UNUSED = ("mlp_intermediate_size", "shared_moe_mode", "mtp_transformer_layers",
 
 
 def _minimax_m2(config: HfConfig) -> ModelSpec:
-    layers, norm, width = config.size("num_hidden_layers"), rms_norm(config, 1e-6), config.size("hidden_size")
+    layers = config.size("num_hidden_layers")
+    norm = rms_norm(config, 1e-6)
+    width = config.size("hidden_size")
     config.expect("attn_type_list", [1] * layers)
     for key, supported in (
         ("qk_norm_type", "per_layer"),

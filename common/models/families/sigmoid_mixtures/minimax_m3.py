@@ -79,7 +79,8 @@ def _flatten(config: HfConfig) -> None:
 
 def _attentions(config: HfConfig) -> tuple[Attention, Attention]:
     """Return the attention of layers without and with an indexer."""
-    norm, width = rms_norm(config, 1e-6, unit_offset=True), config.size("hidden_size")
+    norm = rms_norm(config, 1e-6, unit_offset=True)
+    width = config.size("hidden_size")
     config.default("head_dim", 128)
     head_dim = config.size("head_dim")
     partial = config.opt_size("rotary_dim", min(64, head_dim)) / head_dim
@@ -116,7 +117,8 @@ def _ffns(config: HfConfig) -> tuple[Mlp, Moe]:
     return dense, Moe(config.size("num_local_experts", "num_experts"), expert, router, shared)
 
 
-_LAYER, _BLOCKS = "[model.]layers.{l}", "layers.{l}.mixers.0.blocks"
+_LAYER = "[model.]layers.{l}"
+_BLOCKS = "layers.{l}.mixers.0.blocks"
 _INDEX_NAMES: Final = {"q_proj": "q", "k_proj": "k", "q_norm": "q_norm", "k_norm": "k_norm"}
 
 MINIMAX_M3 = Family(

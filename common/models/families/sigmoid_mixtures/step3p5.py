@@ -60,7 +60,8 @@ def _step3p5(config: HfConfig) -> ModelSpec:
 def _mixers(config: HfConfig, kinds: tuple[str, ...]) -> list[Attention]:
     config.default("head_dim", 128)
     ropes = _ropes(config, kinds)
-    bias, scalar = config.opt("attention_bias", bool, False), config.opt("query_pre_attn_scalar", float, 0.0)
+    bias = config.opt("attention_bias", bool, False)
+    scalar = config.opt("query_pre_attn_scalar", float, 0.0)
     full = replace(
         grouped_attention(config, config.size("hidden_size"), ropes.get("full_attention")),
         qk_norm=rms_norm(config, 1e-5, unit_offset=True),
@@ -70,7 +71,8 @@ def _mixers(config: HfConfig, kinds: tuple[str, ...]) -> list[Attention]:
         gate_per_head=True,
     )
     full = replace(full, scale=scalar**-0.5) if scalar else full
-    heads, other = config.opt_size("num_sliding_attention_heads", full.heads), config.section("attention_other_setting")
+    heads = config.opt_size("num_sliding_attention_heads", full.heads)
+    other = config.section("attention_other_setting")
     if other is not None:
         other.expect("attention_type", "sliding_attention")
         other.expect("head_dim", full.head_dim)
@@ -87,13 +89,12 @@ def _mixers(config: HfConfig, kinds: tuple[str, ...]) -> list[Attention]:
 def _ropes(config: HfConfig, kinds: tuple[str, ...]) -> Mapping[str, Any]:
     """Return RoPE by layer type; old files state base and rotated part layer by layer."""
     if not isinstance(config.opt("rope_parameters", dict, {}).get(kinds[0]), dict):
-        count, scaled = len(kinds), config.opt("yarn_only_types", list, ["full_attention"])
+        count = len(kinds)
+        scaled = config.opt("yarn_only_types", list, ["full_attention"])
         default = [config.need("rope_theta", float)] if config.is_number("rope_theta") else [1e4]
         thetas = default * count if config.is_number("rope_theta") else config.opt("rope_theta", list, default * count)
-        partials, scaling = (
-            config.opt("partial_rotary_factors", list, [1.0] * count),
-            config.opt("rope_scaling", dict, {}),
-        )
+        partials = config.opt("partial_rotary_factors", list, [1.0] * count)
+        scaling = config.opt("rope_scaling", dict, {})
         sections = {
             kind: {
                 "rope_theta": thetas[kinds.index(kind)],

@@ -17,7 +17,8 @@ from pagoda.common.weights.gguf.metadata import Config, Metadata, has_tensor, ro
 
 def _gemma(metadata: Metadata, config: Config, period: int, widest: int) -> Config:
     """`period`: distance of full-attention layers. `widest`: layer count of the size scaled by width / heads."""
-    width, heads = config["hidden_size"], config["num_attention_heads"]
+    width = config["hidden_size"]
+    heads = config["num_attention_heads"]
     return {
         "query_pre_attn_scalar": width // heads if config["num_hidden_layers"] == widest else config["head_dim"],
         **windows(metadata, config, period),
@@ -60,7 +61,8 @@ def _gemma3n(metadata: Metadata, config: Config) -> Config:
 
 
 def _gemma4(metadata: Metadata) -> Config:
-    layers, width = metadata.need("block_count", int), metadata.need("embedding_length", int)
+    layers = metadata.need("block_count", int)
+    width = metadata.need("embedding_length", int)
     slides = metadata.flags("attention.sliding_window_pattern", [bool((layer + 1) % 6) for layer in range(layers)])
     widths, kv_heads = (metadata.integers(key, layers) for key in ("feed_forward_length", "attention.head_count_kv"))
     head_dim, full_head_dim = (metadata.need(f"attention.key_length{kind}", int) for kind in ("_swa", ""))
@@ -70,7 +72,8 @@ def _gemma4(metadata: Metadata) -> Config:
     metadata.ignore("attention.value_length", "attention.value_length_swa")
     metadata.ignore("rope.dimension_count", "rope.dimension_count_swa")
     full = [layer for layer, slide in enumerate(slides) if not slide]
-    inputs, experts = metadata.opt("embedding_length_per_layer_input", int, 0), metadata.opt("expert_count", int, 0)
+    inputs = metadata.opt("embedding_length_per_layer_input", int, 0)
+    experts = metadata.opt("expert_count", int, 0)
     config: Config = {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",

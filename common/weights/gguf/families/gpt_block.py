@@ -78,7 +78,8 @@ def _bloom(metadata: Metadata) -> Config:
 
 
 def _mpt(metadata: Metadata) -> Config:
-    width, alibi = _wide_ffn(metadata), metadata.opt("attention.max_alibi_bias", float, 0.0)
+    width = _wide_ffn(metadata)
+    alibi = metadata.opt("attention.max_alibi_bias", float, 0.0)
     if not alibi:
         raise ModelError(f"{metadata.file.path}: MPT without ALiBi is not supported")
     heads = metadata.need("attention.head_count", int)
@@ -111,7 +112,8 @@ def _wide_ffn(metadata: Metadata) -> int:
 
 
 def _falcon(metadata: Metadata) -> Config:
-    width, heads = _wide_ffn(metadata), metadata.need("attention.head_count", int)
+    width = _wide_ffn(metadata)
+    heads = metadata.need("attention.head_count", int)
     two_norms = has_tensor(metadata, "blk.0.attn_norm_2.weight")
     return {
         "architectures": ["FalconForCausalLM"],
@@ -205,7 +207,8 @@ def _grouped(heads_key: str, groups_key: str) -> RowChange:
     """Reorder q, k and v of all heads [(N+2K)*H, ...] so that each KV head follows its query heads."""
 
     def change(array: Array, config: Mapping[str, Any]) -> Array:
-        heads, groups = config[heads_key], config[groups_key]
+        heads = config[heads_key]
+        groups = config[groups_key]
         rows = array.reshape(heads + 2 * groups, -1, *array.shape[1:])
         queries = rows[:heads].reshape(groups, heads // groups, *rows.shape[1:])
         keys, values = (part[:, None] for part in np.split(rows[heads:], 2))

@@ -34,7 +34,8 @@ def decoder_of_latents(metadata: Metadata, value_dim: int = 0) -> Config:
 
     `value_dim`: channels of a value head if the file does not state them.
     """
-    heads, rank = metadata.need("attention.head_count", int), metadata.need("attention.kv_lora_rank", int)
+    heads = metadata.need("attention.head_count", int)
+    rank = metadata.need("attention.kv_lora_rank", int)
     keys = metadata.opt("attention.key_length_mla", int, metadata.opt("attention.key_length", int, 0))
     values = metadata.opt("attention.value_length_mla", int, metadata.opt("attention.value_length", int, value_dim))
     metadata.ignore("attention.head_count_kv")
@@ -75,7 +76,8 @@ def rope_of_latents(metadata: Metadata) -> Config:
 
 def _minicpm3(metadata: Metadata) -> Config:
     """Files state no factors, and frequencies by tensors alone."""
-    width, heads = metadata.need("embedding_length", int), metadata.need("attention.head_count", int)
+    width = metadata.need("embedding_length", int)
+    heads = metadata.need("attention.head_count", int)
     config = decoder_of_latents(metadata, width // heads)
     config |= {"architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3"}
     config |= {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256}

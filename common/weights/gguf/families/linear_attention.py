@@ -86,7 +86,8 @@ def _lfm2_moe(metadata: Metadata) -> Config:
 
 def _delta(metadata: Metadata, config: Config) -> Config:
     """Keys of Qwen's gated delta rule."""
-    value_heads, inner = metadata.need("ssm.time_step_rank", int), metadata.need("ssm.inner_size", int)
+    value_heads = metadata.need("ssm.time_step_rank", int)
+    inner = metadata.need("ssm.inner_size", int)
     layers = config["num_hidden_layers"]
     attends = [has_tensor(metadata, f"blk.{layer}.attn_q.weight") for layer in range(layers)]
     metadata.ignore("full_attention_interval", "rope.dimension_sections")
@@ -106,7 +107,8 @@ def _delta_experts(metadata: Metadata, config: Config) -> Config:
 
 
 def _kimi_linear(metadata: Metadata) -> Config:
-    config, heads = decoder_of_latents(metadata), metadata.need("attention.head_count", int)
+    config = decoder_of_latents(metadata)
+    heads = metadata.need("attention.head_count", int)
     attends = metadata.layers_with(KV_HEADS, config["num_hidden_layers"])
     sigmoid_experts(metadata, config)
     for key, (name, kind, default) in ROUTED.items():

@@ -121,7 +121,8 @@ def _minicpm(metadata: Metadata, config: Config) -> Config:
 
 def phi3(metadata: Metadata, config: Config) -> Config:
     """Window and LongRoPE of Phi-3 and Phi-3.5-MoE."""
-    head_dim, original = config["head_dim"], config["max_position_embeddings"]
+    head_dim = config["head_dim"]
+    original = config["max_position_embeddings"]
     dim = metadata.opt("rope.dimension_count", int, head_dim)
     more: Config = {
         "partial_rotary_factor": dim / head_dim,

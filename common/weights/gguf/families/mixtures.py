@@ -84,7 +84,8 @@ def _dbrx(metadata: Metadata) -> Config:
     if metadata.need(LAYER, float) != as_float32(1e-5):
         raise ModelError(f"{metadata.file.path}: metadata {LAYER} other than 1e-5 is not supported")
     expect_gating(metadata, 1, 1)
-    width, heads = metadata.need("embedding_length", int), metadata.need("attention.head_count", int)
+    width = metadata.need("embedding_length", int)
+    heads = metadata.need("attention.head_count", int)
     return {
         "architectures": ["DbrxForCausalLM"],
         "model_type": "dbrx",

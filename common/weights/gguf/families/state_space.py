@@ -65,7 +65,8 @@ def _mamba(metadata: Metadata) -> Config:
 
 
 def _mamba2(metadata: Metadata) -> Config:
-    heads, inner = metadata.need("ssm.time_step_rank", int), metadata.need("ssm.inner_size", int)
+    heads = metadata.need("ssm.time_step_rank", int)
+    inner = metadata.need("ssm.inner_size", int)
     config = _state_space(metadata, "Mamba2ForCausalLM", "mamba2")
     return {
         **config,
@@ -78,7 +79,8 @@ def _mamba2(metadata: Metadata) -> Config:
 
 def _mamba_layers(metadata: Metadata, config: Config) -> Config:
     """Keys of Mamba-2 mixers in a hybrid model."""
-    heads, inner = metadata.need("ssm.time_step_rank", int), metadata.need("ssm.inner_size", int)
+    heads = metadata.need("ssm.time_step_rank", int)
+    inner = metadata.need("ssm.inner_size", int)
     return {
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
@@ -145,7 +147,8 @@ def _every(metadata: Metadata, what: str, layers: list[bool]) -> Config:
 
 
 def _nemotron_h(metadata: Metadata) -> Config:
-    layers, mapped = metadata.need("block_count", int), metadata.of_some_layers()
+    layers = metadata.need("block_count", int)
+    mapped = metadata.of_some_layers()
     layers -= metadata.opt("nextn_predict_layers", int, 0)
     attends = metadata.layers_with(KV_HEADS, layers)
     feeds = metadata.layers_with("feed_forward_length", layers)
@@ -154,7 +157,8 @@ def _nemotron_h(metadata: Metadata) -> Config:
         "attention" if attention else "moe" if moe else "mlp" if feed else "mamba"
         for attention, feed, moe in zip(attends, feeds, mixes)
     ]
-    heads, inner = metadata.need("ssm.time_step_rank", int), metadata.need("ssm.inner_size", int)
+    heads = metadata.need("ssm.time_step_rank", int)
+    inner = metadata.need("ssm.inner_size", int)
     metadata.ignore(LAYER, "attention.value_length", "rope.dimension_count", "rope.freq_base", "rope.scaling.finetuned")
     config: Config = {
         "architectures": ["NemotronHForCausalLM"],

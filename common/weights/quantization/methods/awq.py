@@ -69,7 +69,9 @@ def awq_layers(
 def join(module: str, parts: Parts, group: object, pieces: int) -> QuantizedTensor:
     """Join qweight int32 [I, O / 8], scales [groups, O] and qzeros int32 [groups, O / 8]; gemv's are transposed."""
     assert isinstance(group, AwqLayers)
-    qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
+    qweight = parts["qweight"]
+    qzeros = parts["qzeros"]
+    scales = parts["scales"]
     if qweight.ndim != 2 or scales.ndim != 2:
         raise WeightError(f"layer {module}: qweight or scales of awq weights is no matrix; download it again")
     if group.along_inputs:
@@ -103,7 +105,8 @@ def join_along_outputs(
     zeros = stored[..., np.argsort(order)].reshape(len(scales), -1)
     codes = _pairs_of_inputs(words, order)
     if signed:
-        codes, zeros = codes ^ np.uint8(0x88), zeros ^ np.uint8(8)
+        codes = codes ^ np.uint8(0x88)
+        zeros = zeros ^ np.uint8(8)
     return joined_integers(module, codes, scales.T, group, zeros.T)
 
 

@@ -61,7 +61,8 @@ def _join_codes(module: str, parts: Parts, group: LayerGroup, pieces: int) -> Va
     scheme = group.scheme
     assert isinstance(scheme, Codes4)
     state = _state(module, parts, f"{_STATE}{scheme.table}")
-    shape, block = tuple(state.get("shape", ())), state.get("blocksize", _BLOCK)
+    shape = tuple(state.get("shape", ()))
+    block = state.get("blocksize", _BLOCK)
     count = int(np.prod(shape))
     if len(shape) != 2 or block != _BLOCK or count % 2:
         raise WeightError(
@@ -88,7 +89,8 @@ def _scales(module: str, parts: Parts, state: dict[str, Any], blocks: int, label
     if _NESTED_ABSMAX not in parts:
         check(f"{module}.{_ABSMAX}", absmax, np.float32, (blocks,), label)
         return floats(f"{module}.{_ABSMAX}", absmax)
-    nested, size = floats(f"{module}.{_NESTED_ABSMAX}", parts[_NESTED_ABSMAX]), int(state.get("nested_blocksize", 256))
+    nested = floats(f"{module}.{_NESTED_ABSMAX}", parts[_NESTED_ABSMAX])
+    size = int(state.get("nested_blocksize", 256))
     check(f"{module}.{_ABSMAX}", absmax, np.uint8, (blocks,), label)
     check(f"{module}.{_NESTED_TABLE}", parts[_NESTED_TABLE], np.float32, (256,), label)
     check(f"{module}.{_NESTED_ABSMAX}", nested, np.float32, (-(-blocks // size),), label)

@@ -93,7 +93,8 @@ def _layer_group(group: Section, default: object) -> CompressedLayers:
     form = _form(group, weights, default)
     scheme = _scheme(group, weights, form)
     assert scheme.activations is not None or group.get("input_activations") is None
-    bits, size = weights.get("num_bits"), _group_size(weights)
+    bits = weights.get("num_bits")
+    size = _group_size(weights)
     dtype = {Float8: FLOAT8_E4M3FN, Int8: np.dtype(np.int8)}.get(type(scheme)) if form in (*_PLAIN, _MXFP8) else None
     parts = _parts(weights, scheme, form)
     return CompressedLayers(group.names("targets"), scheme, parts, dtype, bits=bits, size=size, form=form)
@@ -175,7 +176,9 @@ def _activations(group: Section) -> Activations | None:
     if group.get("input_activations") is None:
         return None
     section = group.part("input_activations")
-    bits, kind, strategy = section.get("num_bits", 8), section.get("type"), section.get("strategy", "token")
+    bits = section.get("num_bits", 8)
+    kind = section.get("type")
+    strategy = section.get("strategy", "token")
     numbers = _NUMBERS.get((kind, bits))
     if numbers is None:
         raise section.refused(f"activations of {bits} bits, type {kind}, are not read")
@@ -237,7 +240,9 @@ def _stored_shape(name: str, values: Array, label: str) -> tuple[int, int]:
 
 def _join_integers(module: str, parts: Parts, group: CompressedLayers) -> QuantizedTensor:
     """Join weight_packed int32 [O, I * bits / 32]; zero points are packed along the outputs."""
-    words, bits, scales = parts[_PACKED], group.bits, parts[_SCALE]
+    words = parts[_PACKED]
+    bits = group.bits
+    scales = parts[_SCALE]
     label = f"{bits}-bit {group.form}"
     outputs, inputs = _stored_shape(f"{module}.{_SHAPE}", parts[_SHAPE], label)
     if scales.ndim != 2:

@@ -14,7 +14,8 @@ def read(section: Section) -> QuantizationConfig:
     """Return the config of a section."""
     section.only("activation_scale_ub", "modules_to_not_convert")
     scheme = Float8("channel", Activations("float8", "row"))
-    parts, bound = frozenset({WEIGHT, _SCALE}), frozenset({"input_scale_ub"})
+    parts = frozenset({WEIGHT, _SCALE})
+    bound = frozenset({"input_scale_ub"})
     group = LayerGroup(("Linear",), scheme, parts, FLOAT8_E4M3FN, bound)
     ignored = (*section.names("modules_to_not_convert"), "lm_head")
     return QuantizationConfig("fbgemm_fp8", (group,), ignored, _join)

@@ -23,11 +23,14 @@ def read(section: Section) -> QuantizationConfig:
     activations = section.get("activation_scheme", "dynamic")
     if activations not in ("dynamic", "static"):
         raise section.refused(f"activation_scheme is {activations}")
-    block, static = section.block("weight_block_size"), activations == "static"
+    block = section.block("weight_block_size")
+    static = activations == "static"
     if block is not None:
-        scheme, scale = Float8(block, Activations("float8", block[1])), "weight_scale_inv"
+        scheme = Float8(block, Activations("float8", block[1]))
+        scale = "weight_scale_inv"
     else:
-        scheme, scale = Float8("tensor", Activations("float8", "tensor" if static else "row", static)), "weight_scale"
+        scheme = Float8("tensor", Activations("float8", "tensor" if static else "row", static))
+        scale = "weight_scale"
     parts = {WEIGHT, scale, *((_INPUT_SCALE,) if static else ())}
     group = LayerGroup(("Linear",), scheme, frozenset(parts), FLOAT8_E4M3FN)
     unused = frozenset() if static else frozenset({_INPUT_SCALE, "activation_scale_inv"})

@@ -84,11 +84,14 @@ def gptq_layers(section: Section, default: Section, targets: tuple[str, ...], mi
 def join(module: str, parts: Parts, group: object, pieces: int) -> QuantizedTensor:
     """Join qweight int32 [I * bits / 32, O], scales [groups, O] and qzeros int32 [groups, O * bits / 32]."""
     assert isinstance(group, GptqLayers)
-    bits, qweight, scales = group.bits, parts["qweight"], parts["scales"]
+    bits = group.bits
+    qweight = parts["qweight"]
+    scales = parts["scales"]
     label = f"{bits}-bit gptq"
     if qweight.ndim != 2 or scales.ndim != 2:
         raise WeightError(f"layer {module}: qweight or scales of {label} weights is no matrix; download it again")
-    inputs, outputs = len(qweight) * 32 // bits, scales.shape[1]
+    inputs = len(qweight) * 32 // bits
+    outputs = scales.shape[1]
     check(f"{module}.qweight", qweight, np.int32, (inputs * bits // 32, outputs), label)
     check(f"{module}.qzeros", parts["qzeros"], np.int32, (len(scales), -(-outputs * bits // 32)), label)
     order = _order(module, parts, group, inputs, label)

@@ -122,7 +122,8 @@ def joined_integers(
     order: Order | None = None,
 ) -> QuantizedTensor:
     """Return a matrix of numbers [O, I], or [O, I / 2] of 4 bits in pairs, with scales and zero points [O, groups]."""
-    scheme, bits = group.scheme, group.bits
+    scheme = group.scheme
+    bits = group.bits
     assert isinstance(scheme, Int4 | Int8)
     middle = 1 << bits - 1
     paired = isinstance(scheme, Int4) and bits == 4 and order is None

@@ -64,7 +64,8 @@ def read(section: Section) -> QuantizationConfig:
         groups = (_layers(inner, ("Linear",)),)
     ignored = inner.patterns("ignore", "exclude_modules")
     unused = frozenset({_INPUT_SCALE}).difference(*(group.parts for group in groups))
-    aliases, fp8_cache = _ALIASES.get(str(algorithm), ()), _has_fp8_cache(section) or _has_fp8_cache(inner)
+    aliases = _ALIASES.get(str(algorithm), ())
+    fp8_cache = _has_fp8_cache(section) or _has_fp8_cache(inner)
     return QuantizationConfig("modelopt", groups, ignored, _join, unused, aliases=aliases, fp8_cache=fp8_cache)
 
 
@@ -94,7 +95,8 @@ def _layers(section: Section, targets: tuple[str, ...]) -> ModeloptLayers:
 
 def _join(module: str, parts: Parts, group: LayerGroup, pieces: int) -> QuantizedTensor:
     assert isinstance(group, ModeloptLayers)
-    data, scales = parts[WEIGHT], parts[_SCALE]
+    data = parts[WEIGHT]
+    scales = parts[_SCALE]
     if data.dtype != group.dtype:
         raise WeightError(
             f"tensor {module}.weight is {dtype_name(data.dtype)}, which {group.algorithm} weights are not; download "

@@ -20,7 +20,9 @@ def read(section: Section) -> QuantizationConfig:
 
 def _join(module: str, parts: Parts, group: LayerGroup, pieces: int) -> QuantizedTensor:
     """Join blocks uint8 [..., O, I / 32, 16] and exponents uint8 [..., O, I / 32]."""
-    blocks, scales, size = parts["blocks"], parts["scales"], Mxfp4.group[1]
+    blocks = parts["blocks"]
+    scales = parts["scales"]
+    size = Mxfp4.group[1]
     fits = blocks.dtype == scales.dtype == np.uint8 and blocks.ndim >= 3 and blocks.shape == (*scales.shape, size // 2)
     if not fits:
         raise WeightError(

@@ -59,7 +59,8 @@ def read(section: Section) -> QuantizationConfig:
     if export.get("weight_format", "real_quantized") != "real_quantized":
         raise section.refused(f"export.weight_format is {export.get('weight_format')}, only real_quantized is read")
     reordered = export.get("pack_method", "reorder") == "reorder"
-    by_name, ignored = section.part("layer_quant_config"), list(section.patterns("exclude"))
+    by_name = section.part("layer_quant_config")
+    ignored = list(section.patterns("exclude"))
     groups = []
     for name in by_name.values:
         (target,) = Section("", {"names": [name]}).patterns("names")
@@ -82,7 +83,9 @@ def _layers(section: Section, target: str, reordered: bool) -> QuarkLayers:
     weight = section.part("weight")
     kind, scheme_name, size = (weight.get(key) for key in ("dtype", "qscheme", "group_size"))
     activations = _activations(section)
-    parts, optional, bits = {WEIGHT, _SCALE}, set[str](), 8
+    parts = {WEIGHT, _SCALE}
+    optional = set[str]()
+    bits = 8
     dtype: np.dtype[Any] | None = {"fp8_e4m3": FLOAT8_E4M3FN, "int8": np.dtype(np.int8)}.get(kind)
     scheme: Float8 | Int8 | Int4 | Mxfp4
     match kind, scheme_name:
@@ -91,11 +94,13 @@ def _layers(section: Section, target: str, reordered: bool) -> QuarkLayers:
             scheme = Float8(group, activations) if kind == "fp8_e4m3" else Int8(group, activations, offsets=asymmetric)
             (parts if asymmetric else optional).add(_ZEROS)
         case "int4" | "uint4", "per_group" if type(size) is int and size > 0:
-            bits, dtype = 4, np.dtype(np.int32)
+            bits = 4
+            dtype = np.dtype(np.int32)
             scheme = integer_scheme(4, size, offsets=kind == "uint4", activations=activations)
             parts.add(_ZEROS)
         case "fp4", "per_group" if size == Mxfp4.group[1] and weight.get("scale_format") == "e8m0":
-            scheme, dtype = Mxfp4(activations), np.dtype(np.uint8)
+            scheme = Mxfp4(activations)
+            dtype = np.dtype(np.uint8)
         case _:
             raise weight.refused(f"weights of dtype {kind}, qscheme {scheme_name}, group_size {size} are not read")
     if activations is not None and activations.static:
@@ -132,7 +137,8 @@ def _activations(section: Section) -> Activations | None:
 
 def _join(module: str, parts: Parts, group: object, pieces: int) -> QuantizedTensor:
     assert isinstance(group, QuarkLayers)
-    data, scales = parts[WEIGHT], parts[_SCALE]
+    data = parts[WEIGHT]
+    scales = parts[_SCALE]
     if data.dtype != group.dtype:
         raise WeightError(
             f"tensor {module}.weight is {dtype_name(data.dtype)}, which quark's {group.kind} weights are not; download "

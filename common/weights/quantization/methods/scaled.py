@@ -40,7 +40,8 @@ def join_scaled(
         raise WeightError(f"tensor {module}.weight {list(data.shape)} is quantised, but not a matrix")
     outputs, inputs = data.shape
     wide = floats(f"{module}.{scale_name}", scales)
-    block, rows = scheme.group, outputs // pieces
+    block = scheme.group
+    rows = outputs // pieces
     if isinstance(block, tuple):
         block = block[0], inputs if block[1] == WHOLE_ROW else block[1]
         fits = scales.shape == (-(-rows // block[0]) * pieces, -(-inputs // block[1])) and rows * pieces == outputs

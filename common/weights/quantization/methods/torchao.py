@@ -64,8 +64,10 @@ def read(section: Section) -> QuantizationConfig:
 
 
 def _layers(section: Section, target: str) -> TorchaoLayers:
-    kind, data = str(section.get("_type")), section.part("_data")
-    plain, activations = frozenset({_DATA, _SCALE}), None
+    kind = str(section.get("_type"))
+    data = section.part("_data")
+    plain = frozenset({_DATA, _SCALE})
+    activations = None
     if kind in ("Int8DynamicActivationInt8WeightConfig", "Int8DynamicActivationIntxWeightConfig"):
         activations = Activations("int8", "row")
     match kind:
@@ -125,7 +127,8 @@ def _group(data: Section, key: str = "granularity") -> Group:
 
 def _join(module: str, parts: Parts, group: object, pieces: int) -> QuantizedTensor:
     assert isinstance(group, TorchaoLayers)
-    data, scales = parts[_DATA], parts[_SCALE]
+    data = parts[_DATA]
+    scales = parts[_SCALE]
     if data.ndim != 2:
         raise WeightError(f"tensor {module}.{_DATA} {list(data.shape)} is no matrix; serve the model unquantised")
     if group.kind == "Int4WeightOnlyConfig":

@@ -54,7 +54,8 @@ router = APIRouter(tags=["files"])
 )
 async def upload_file(request: Request) -> Response:
     """Upload a file as multipart/form-data."""
-    state, owner = server_of(request), owner_id(request)
+    state = server_of(request)
+    owner = owner_id(request)
     upload = _upload(request, state, owner)
     try:
         await upload.read(request)
@@ -136,7 +137,8 @@ def _note_unknown(request: Request, state: ServerState, fields: Mapping[str, str
 
 def _expiry(form: Mapping[str, str]) -> int | None:
     """Return the seconds of expires_after; None without it. Raise RequestError."""
-    text, anchor = form.get("expires_after[seconds]"), form.get("expires_after[anchor]")
+    text = form.get("expires_after[seconds]")
+    anchor = form.get("expires_after[anchor]")
     if text is None and anchor is None:
         return None
     if anchor != "created_at":

@@ -182,7 +182,8 @@ class _AsgiExchange:
     async def receive(self) -> dict[str, Any]:
         if self._request is None:
             await asyncio.Event().wait()
-        request, self._request = self._request, None
+        request = self._request
+        self._request = None
         return {"type": "http.request", "body": request, "more_body": False}
 
     async def send(self, message: Any) -> None:

@@ -292,13 +292,16 @@ class _Outputs:
     """
 
     def __init__(self, state: ServerState, batch: Batch, save: Callable[[Batch], None]) -> None:
-        self._state, self._batch, self._save = state, batch, save
+        self._state = state
+        self._batch = batch
+        self._save = save
         self._writers: dict[str, FileWriter] = {}
         for name, file_id in batch.unfinished.items():
             if (writer := state.files.resume(file_id, batch.owner)) is not None:
                 self._writers[name] = writer
         lines = {name: writer.lines for name, writer in self._writers.items()}
-        batch.completed, batch.failed = lines.get("output", 0), lines.get("error", 0)
+        batch.completed = lines.get("output", 0)
+        batch.failed = lines.get("error", 0)
 
     @property
     def count(self) -> int:

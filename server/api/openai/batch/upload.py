@@ -34,8 +34,10 @@ class Upload:
         self.fields: dict[str, str] = {}
         self.file: FileWriter | None = None
         self.filename = ""
-        self._open_file, self._parse_options = open_file, parse_options_header
-        self._header, self._headers = [b"", b""], dict[bytes, bytes]()
+        self._open_file = open_file
+        self._parse_options = parse_options_header
+        self._header = [b"", b""]
+        self._headers = dict[bytes, bytes]()
         self._name = ""  # of the part that is being read
         self._value: bytearray | None = None  # of a field that is being read
         self._size = 0

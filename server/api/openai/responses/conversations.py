@@ -73,7 +73,8 @@ async def retrieve_conversation(request: Request, conversation_id: str) -> Respo
 @router.post("/v1/conversations/{conversation_id}", response_model=None)
 async def update_conversation(request: Request, conversation_id: str) -> Response:
     """Replace a conversation's metadata."""
-    state, conversation = server_of(request), _conversation(request, conversation_id)
+    state = server_of(request)
+    conversation = _conversation(request, conversation_id)
     body = await read_body(request, UpdateConversationRequest, state.config)
     state.conversations.set_metadata(conversation, body.metadata or {})
     return _as_response(conversation)
@@ -89,7 +90,8 @@ async def delete_conversation(request: Request, conversation_id: str) -> Respons
 @router.get("/v1/conversations/{conversation_id}/items", response_model=None)
 async def list_items(request: Request, conversation_id: str) -> Response:
     """Return a page of a conversation's items, the latest first."""
-    state, query = server_of(request), request.query_params
+    state = server_of(request)
+    query = request.query_params
     ignored = ignored_parameters(query)
     if ignored and state.config.strict_requests:
         raise RequestError(ignored[0].path, ignored[0].reason)
@@ -101,7 +103,8 @@ async def list_items(request: Request, conversation_id: str) -> Response:
 @router.post("/v1/conversations/{conversation_id}/items", response_model=None)
 async def create_items(request: Request, conversation_id: str) -> Response:
     """Add items to the end of a conversation."""
-    state, conversation = server_of(request), _conversation(request, conversation_id)
+    state = server_of(request)
+    conversation = _conversation(request, conversation_id)
     body = await read_body(request, CreateItemsRequest, state.config)
     items = _new_items(body.items)
     taken = next((item.id for item in items if item.id in conversation.items), None)

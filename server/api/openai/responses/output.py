@@ -93,7 +93,8 @@ class _MessageOutput(_ItemWithPart):
         self._logprobs: list[dict[str, Any]] = []
 
     def as_dict(self) -> dict[str, Any]:
-        status, content = self.status, self._content
+        status = self.status
+        content = self._content
         return {
             "id": self.id,
             "type": "message",
@@ -108,7 +109,8 @@ class _MessageOutput(_ItemWithPart):
         yield "response.output_text.delta", self._part_index | {"delta": text, "logprobs": logprobs}
 
     def _part(self) -> dict[str, Any]:
-        text, logprobs = self._block.text, list(self._logprobs)
+        text = self._block.text
+        logprobs = list(self._logprobs)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _content_done(self) -> ItemEvent:
@@ -393,7 +395,8 @@ class ResponsesBuilder:
         yield self._response_event("response.in_progress")
 
     def _count(self, output: RequestOutput) -> None:
-        prompt, cached = num_prompt_tokens(output), output.num_cached_tokens or 0
+        prompt = num_prompt_tokens(output)
+        cached = output.num_cached_tokens or 0
         self._output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         self._usage = {
             "input_tokens": prompt,
@@ -431,7 +434,8 @@ class ResponsesBuilder:
                 yield self._event(kind, {"output_index": len(self._items) - 1} | payload)
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
-        logprobs, self._logprobs = self._logprobs, []
+        logprobs = self._logprobs
+        self._logprobs = []
         return logprobs
 
     def _end(self, finish_reason: str) -> Iterator[Event]:
@@ -450,7 +454,8 @@ class ResponsesBuilder:
     ) -> Iterator[Event]:
         item_status = "completed" if status == "completed" else "incomplete"
         yield from self._item_events(self._blocks.finish(), item_status)
-        self._error, self._incomplete = error, incomplete
+        self._error = error
+        self._incomplete = incomplete
         self._finish(status)
         yield self._response_event(f"response.{status}")
 

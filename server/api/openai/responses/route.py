@@ -60,7 +60,8 @@ async def create_response(request: Request) -> Response:
     state = server_of(request)
     body = await read_body(request, ResponsesRequest, state.config)
     model = await model_of(state, body)
-    stores, owner = _stores(state, body), owner_of(request.scope)
+    stores = _stores(state, body)
+    owner = owner_of(request.scope)
     response_id = _new_id(state, body, owner)
     context = _context_of(state, body, owner)
     try:

@@ -36,7 +36,8 @@ router = APIRouter(tags=["responses"])
 @router.get("/v1/responses", response_model=None)
 async def list_responses(request: Request) -> Response:
     """Return a page of the stored responses, the latest first."""
-    state, query = server_of(request), request.query_params
+    state = server_of(request)
+    query = request.query_params
     _note_ignored(request, state, ignored_parameters(query))
     stored = state.responses.of(owner_of(request.scope))
     return json_response(page_of(query, stored, lambda each: each.id, lambda each: _decoded(each.body)))
@@ -48,7 +49,8 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 
     They include those of the responses and the conversation that it continues.
     """
-    state, query = server_of(request), request.query_params
+    state = server_of(request)
+    query = request.query_params
     _note_ignored(request, state, ignored_parameters(query))
     stored = state.responses.get(response_id, owner_of(request.scope))
     if not stored.items:

@@ -58,7 +58,8 @@ def _scan_message(
     scanner: Scanner, output: ParserOutput, header: str, names: frozenset[str], *, after_text: bool
 ) -> Scan[bool]:
     """Scan one message and return whether it is for the user. `after_text`: the previous one was."""
-    recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
+    recipient = _RECIPIENT.search(header)
+    channel = _CHANNEL_NAME.search(header)
     name = recipient[1] if recipient else ""
     is_call = name.startswith("functions.") or name in names
     is_text = not is_call and (channel is None or channel[1] != "analysis")

@@ -86,7 +86,8 @@ class TaggedParameters:
             yield from scanner.until(markers(self.head_end), json_text.discard)
             yield from scanner.expect(self.head_end)
         output.call(name)
-        opening, more = "{", (self.key, self.call_end, *(end for _, end in self.blocks))
+        opening = "{"
+        more = (self.key, self.call_end, *(end for _, end in self.blocks))
         while (yield from scanner.until(markers(*more), json_text.discard)) == self.key:
             yield from scanner.expect(self.key)
             key, end = yield from self._key(scanner)
@@ -255,7 +256,8 @@ class Elements:
         return GeneratorParser(partial(self._scan, tools=tools))
 
     def _scan(self, scanner: Scanner, output: ParserOutput, tools: Sequence[Tool]) -> Scan[None]:
-        block, call = f"{self.prefix}<tool_call>", f"{self.prefix}<invoke name="
+        block = f"{self.prefix}<tool_call>"
+        call = f"{self.prefix}<invoke name="
         ends = (f"{self.prefix}</tool_call>", f"{self.prefix}</invoke>")
 
         def scan(begin: str) -> Scan[None]:
@@ -270,7 +272,9 @@ class Elements:
         name = yield from scan_quoted_name(scanner)
         yield from scanner.expect(">")
         output.call(name)
-        shape, opening, tag = arguments_shape(tools, name), "{", f"{self.prefix}<"
+        shape = arguments_shape(tools, name)
+        opening = "{"
+        tag = f"{self.prefix}<"
         yield from scanner.space()
         while (yield from scanner.need(tag, *ends)) == tag:
             key = yield from self._open_tag(scanner)

@@ -89,7 +89,8 @@ def _select_pages_reference(
     q: Tensor, cache: Tensor, tables: Tensor, kv_tables: Tensor, rows: Tensor, lens: Tensor, spec: BlockIndexer
 ) -> SelectedPages:
     """Compute in float32, token by token."""
-    page, heads = cache.shape[1], q.shape[1]
+    page = cache.shape[1]
+    heads = q.shape[1]
     size = gcd(spec.tokens, page)
     width = table_width(spec, page)
     selected = torch.zeros(len(q), heads, width, dtype=torch.int32)

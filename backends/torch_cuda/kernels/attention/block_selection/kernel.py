@@ -40,8 +40,11 @@ def score(
 
     A tile's queries are ROWS rows; its tokens may be of several sequences, one after the other.
     """
-    first, block = tl.program_id(0) * TILE, tl.program_id(1)
-    row, channel, at = tl.arange(0, ROWS), tl.arange(0, H_WIDTH), tl.arange(0, WIDTH)
+    first = tl.program_id(0) * TILE
+    block = tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    channel = tl.arange(0, H_WIDTH)
+    at = tl.arange(0, WIDTH)
     token = first + row // HEADS
     real = (row < TILE * HEADS) & (token < tokens)
     length = tl.load(lens + token, real, 0)
@@ -78,14 +81,16 @@ def select(
     SIZE: tl.constexpr, PARTS: tl.constexpr, PARTS_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (token, head): the pages of SIZE tokens of the TOP best blocks, ascending; of equal ones the earlier."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     query = token * HEADS + head
     length = tl.load(lens + token)
     if length <= 0:
         tl.store(selected_lens + query, 0)
         return
     count = (length + TOKENS - 1) // TOKENS
-    row, lane = scores + query * blocks, tl.arange(0, BLOCK)
+    row = scores + query * blocks
+    lane = tl.arange(0, BLOCK)
     every = count <= TOP
     threshold = tl.zeros([], tl.int64)
     above = tl.zeros([], tl.int32)
@@ -152,7 +157,8 @@ def launch(
 
 def _constants(function: Any, spec: BlockIndexer, heads: int, page: int, several: bool) -> dict[str, int]:
     """Return those of the constants that a kernel has, by name."""
-    size, tile = gcd(spec.tokens, page), max(1, ROWS // heads) if several else 1
+    size = gcd(spec.tokens, page)
+    tile = max(1, ROWS // heads) if several else 1
     parts = spec.tokens // size
     every = {
         **{"HEADS": heads, "H": spec.head_dim, "H_WIDTH": padded(spec.head_dim), "PAGE": page, "SIZE": size},
@@ -174,7 +180,8 @@ def launches(chip: Chip) -> dict[str, Launch]:
     """Return the launches by name."""
     by_name = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        kind, hot = f"*{TRITON_TYPES[dtype]}", dtype != torch.float32
+        kind = f"*{TRITON_TYPES[dtype]}"
+        hot = dtype != torch.float32
         signature = {"q": kind, "cache": kind, **dict.fromkeys(("tables", "rows", "lens"), "*i32"), "scores": "*fp32"}
         signature |= dict.fromkeys(("tokens", "table_stride", "blocks"), "i32")
         for name, several in (("decode", False), ("prefill", True)):

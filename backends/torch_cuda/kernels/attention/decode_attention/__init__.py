@@ -58,7 +58,10 @@ class PagedDecode:
         heads = group * keys.shape[1]
         if rules.sinks is not None and rules.sinks.shape != (heads,):
             raise ValueError(f"sinks have shape {tuple(rules.sinks.shape)}, not one per head")
-        self.keys, self.values, self.rules, self._query_len = keys, values, rules, query_len
+        self.keys = keys
+        self.values = values
+        self.rules = rules
+        self._query_len = query_len
         self._shape = heads, keys.shape[3]
         self._launch: kernel.DecodeLaunch | None = None
         if use_kernel:
@@ -168,7 +171,8 @@ def choose_splits(seqs: int, kv_heads: int, max_len: int, chip: Chip, programs: 
     It is fixed when a graph is captured, before lengths are known: shorter sequences leave empty splits, which end at
     once.
     """
-    slots, pairs = programs * chip.sms, seqs * kv_heads
+    slots = programs * chip.sms
+    pairs = seqs * kv_heads
     maximum = max(1, min(-(-max_len // MIN_SPLIT_TOKENS), MAX_WAVES * slots // pairs))
     minimum = max(1, min(maximum, min(seqs, MIN_WAVES) * slots // pairs))
 
@@ -192,7 +196,8 @@ def decode_attention_reference(
 ) -> Tensor:
     """Return [S * query_len, N, V], computed in float32, or in float64 if q is. Keys may be of another type."""
     tokens, heads, dim = q.shape
-    kv_heads, wide = keys.shape[1], torch.promote_types(q.dtype, torch.float32)
+    kv_heads = keys.shape[1]
+    wide = torch.promote_types(q.dtype, torch.float32)
     if not len(kv_lens):
         return q.new_empty(0, heads, values.shape[3])
     seen, slots = _seen(tables, kv_lens, query_len, query_counts, rules, keys.shape[2])

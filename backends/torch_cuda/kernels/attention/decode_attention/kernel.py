@@ -312,7 +312,8 @@ def attend(
     those of the splits of each sequence; empty ones are not written.
     """
     BLOCKS: tl.constexpr = (QUERY_LEN * GROUP + ROWS - 1) // ROWS
-    head, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    head = tl.program_id(0) // BLOCKS
+    block = tl.program_id(0) % BLOCKS
     RUN: tl.constexpr = min(PAGE, TILE) if items is None else min(min(PAGE, TILE), GRAIN)
     row = block * ROWS + tl.arange(0, ROWS)
     real = row < QUERY_LEN * GROUP
@@ -320,7 +321,8 @@ def attend(
         seq, begin, end, part = piece_of(items, tl.program_id(1))
         if seq < 0:
             return
-        kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
+        kv_len = tl.load(kv_lens + seq)
+        count = _count(query_counts, seq, QUERY_LEN)
         begin = tl.maximum(begin, _first(kv_len, count, WINDOW, SPAN, BACK) // RUN * RUN)
         end = tl.minimum(end, kv_len)
         if (begin >= end) & (part >= 0):
@@ -328,8 +330,11 @@ def attend(
             tl.store(sums + empty, tl.zeros([ROWS], tl.float32), mask=real)
             return
     else:
-        split, seq, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
-        kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
+        split = tl.program_id(1)
+        seq = tl.program_id(2)
+        splits = tl.num_programs(1)
+        kv_len = tl.load(kv_lens + seq)
+        count = _count(query_counts, seq, QUERY_LEN)
         start, _, share = _share(kv_len, splits, count, WINDOW, SPAN, BACK, RUN, TILE)
         begin = start + split * share * TILE
         end = tl.minimum(begin + share * TILE, kv_len)
@@ -363,7 +368,8 @@ def attend(
     if slopes is not None:
         slope = tl.load(slopes + head * GROUP + row % GROUP, mask=real, other=0) * LOG2E
     last = kv_len - QUERY_LEN + row // GROUP
-    first, final = _first(kv_len, count, WINDOW, SPAN, BACK), tl.maximum(end - 1, 0)
+    first = _first(kv_len, count, WINDOW, SPAN, BACK)
+    final = tl.maximum(end - 1, 0)
 
     table = tables + seq.to(tl.int64) * table_stride
     keys += head * (PAGE * H)
@@ -445,18 +451,22 @@ def reduce(
     CHUNK: tl.constexpr,
 ):
     """Program (head, token): sum the non-empty splits, or the pieces that `merges` names, and the sink."""
-    head, token = tl.program_id(0), tl.program_id(1)
+    head = tl.program_id(0)
+    token = tl.program_id(1)
     query = token.to(tl.int64) * HEADS + head
     seq = token // QUERY_LEN
     if merges is not None:
-        begin, live = tl.load(merges + 2 * seq), tl.load(merges + 2 * seq + 1)
+        begin = tl.load(merges + 2 * seq)
+        live = tl.load(merges + 2 * seq + 1)
         if live == 1:
             return
     else:
         RUN: tl.constexpr = min(PAGE, TILE)
-        kv_len, count = tl.load(kv_lens + seq), _count(query_counts, seq, QUERY_LEN)
+        kv_len = tl.load(kv_lens + seq)
+        count = _count(query_counts, seq, QUERY_LEN)
         _, tiles, share = _share(kv_len, splits, count, WINDOW, SPAN, BACK, RUN, TILE)
-        begin, live = seq * splits, tl.cdiv(tiles, tl.maximum(share, 1))
+        begin = seq * splits
+        live = tl.cdiv(tiles, tl.maximum(share, 1))
 
     dims = tl.arange(0, V_WIDTH)
     top = tl.full([], NOTHING, tl.float32)
@@ -475,7 +485,8 @@ def reduce(
         each = tl.load(tops + place, mask=real, other=NOTHING)
         x = tl.load(partial + place[:, None] * V + dims[None, :], mask=kept, other=0)
         higher = tl.maximum(top, tl.max(each, 0))
-        fade, shares = tl.exp2(top - higher), tl.exp2(each - higher)
+        fade = tl.exp2(top - higher)
+        shares = tl.exp2(each - higher)
         weight = weight * fade + tl.sum(sums_of * shares, 0)
         acc = acc * fade + tl.sum(x * shares[:, None], 0)
         top = higher
@@ -507,10 +518,12 @@ class DecodeLaunch:
         shape = DecodeShape(dim, group, query_len, keys.dtype, values.shape[3])
         use = blocks(shape, chip) if chosen is None else chosen
         if keys.dtype == torch.float8_e4m3fn and not chip.float8:
-            keys, values = keys.view(torch.int8), values.view(torch.int8)
+            keys = keys.view(torch.int8)
+            values = values.view(torch.int8)
         common = {"QUERY_LEN": query_len, "V": shape.values, "V_WIDTH": padded(shape.values), "PAGE": page}
         common |= {"TILE": use.TILE, "WINDOW": rules.window or 0, "SPAN": rules.chunk or 0, "BACK": rules.lookback}
-        self._sinks, self._heads = rules.sinks, kv_heads * group
+        self._sinks = rules.sinks
+        self._heads = kv_heads * group
         self._partial = query_len, self._heads, shape.values
         self._blocks = kv_heads * -(-group * query_len // use.ROWS)
         self._attend = _ATTEND.fixed(
@@ -548,16 +561,24 @@ class DecodeLaunch:
         out: Tensor,
     ) -> None:
         """Write the attention to `out` [T, N, V]."""
-        seqs, stride = kv_lens.shape[0], tables.stride(0)
+        seqs = kv_lens.shape[0]
+        stride = tables.stride(0)
         if work is None and splits == 1:
-            grid, arrays = (self._blocks, 1, seqs), (q, tables, kv_lens, query_counts, None, out)
+            grid = (self._blocks, 1, seqs)
+            arrays = (q, tables, kv_lens, query_counts, None, out)
             self._attend(grid, *arrays, None, None, None, self._sinks, stride)
             return
-        items, merges, direct_sinks = None, None, None
-        grid, slots = (self._blocks, splits, seqs), seqs * splits
+        items = None
+        merges = None
+        direct_sinks = None
+        grid = (self._blocks, splits, seqs)
+        slots = seqs * splits
         if work is not None:
-            items, merges, direct_sinks = work.items, work.merges, self._sinks
-            grid, slots = (self._blocks, items.shape[0], 1), work.num_slots
+            items = work.items
+            merges = work.merges
+            direct_sinks = self._sinks
+            grid = (self._blocks, items.shape[0], 1)
+            slots = work.num_slots
         parts = scratch(slots, *self._partial, q.device)
         self._attend(grid, q, tables, kv_lens, query_counts, items, out, *parts, direct_sinks, stride)
         self._reduce((self._heads, q.shape[0]), *parts, kv_lens, query_counts, merges, self._sinks, out, splits)
@@ -604,9 +625,12 @@ class DecodeAttentionArgs:
     @property
     def name(self) -> str:
         """E.g. h128-g4-q1-bf16-fp8e4nv-direct."""
-        shape, traits = (
-            self.shape,
-            (("window", self.window), ("chunk", self.chunk), ("lookback", self.lookback), ("softcap", self.softcap)),
+        shape = self.shape
+        traits = (
+            ("window", self.window),
+            ("chunk", self.chunk),
+            ("lookback", self.lookback),
+            ("softcap", self.softcap),
         )
         traits = (*traits, ("sinks", self.sinks), ("slopes", self.slopes), ("root", self.root), ("direct", self.direct))
         traits = (*traits, ("listed", self.listed))
@@ -617,7 +641,8 @@ class DecodeAttentionArgs:
 
     def attend(self, chip: Chip) -> Launch:
         """Return the launch over the splits."""
-        use, cached = blocks(self.shape, chip), TRITON_TYPES[self.shape.cache]
+        use = blocks(self.shape, chip)
+        cached = TRITON_TYPES[self.shape.cache]
         quantised = self.shape.cache.itemsize == 1
         if quantised and not chip.float8:
             cached = "i8"
@@ -682,7 +707,10 @@ class DecodeAttentionArgs:
 
 
 def _specs() -> Iterator[DecodeAttentionArgs]:
-    bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+    bf16 = torch.bfloat16
+    fp16 = torch.float16
+    fp32 = torch.float32
+    fp8 = torch.float8_e4m3fn
     for cache in (bf16, fp8):
         for dim in (64, 128, 256):
             for group, query_len in ((4, 1), (4, 8), (8, 8)):

@@ -106,7 +106,8 @@ def _attend_tiles(
 ) -> Tensor:
     """Return float32 [t, N, V] of q [t, N, H] at positions [t] over tiles [K, KEYS, H or V] from position `begin`."""
     count, heads, dim = q.shape
-    kv_heads, padding = keys[0].shape[0], QUERIES - count
+    kv_heads = keys[0].shape[0]
+    padding = QUERIES - count
     rows = F.pad(q.float(), (0, 0, 0, 0, 0, padding)).view(QUERIES, kv_heads, -1, dim).permute(1, 2, 0, 3)
     at = F.pad(positions, (0, padding), value=-1)[:, None]
     by_head = (kv_heads, heads // kv_heads, 1, 1)
@@ -120,7 +121,8 @@ def _attend_tiles(
         seen = behind >= 0 if rules.window is None else (behind >= 0) & (behind < rules.window)
         scores.append(score.masked_fill(~seen, _NOTHING))
     top = torch.stack([score.amax(-1, keepdim=True) for score in scores]).amax(0)
-    total, mixed = torch.zeros_like(top), rows.new_zeros(*rows.shape[:3], values[0].shape[2])
+    total = torch.zeros_like(top)
+    mixed = rows.new_zeros(*rows.shape[:3], values[0].shape[2])
     if rules.sinks is not None:
         sinks = rules.sinks.float().view(by_head)
         top = top.maximum(sinks)

@@ -114,7 +114,8 @@ def attend_span(
             kept_keys = inside((at >= first) & (at <= last), BLOCK_V, VALUE_DIM)
         v = tl.load(values + offsets, mask=kept_keys, other=0)
         if FLOAT8:
-            k, v = decode(k, NATIVE).to(q.dtype), decode(v, NATIVE).to(q.dtype)
+            k = decode(k, NATIVE).to(q.dtype)
+            v = decode(v, NATIVE).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if softcap is not None:
             scores = tanh(scores) * softcap
@@ -137,7 +138,8 @@ def attend_span(
 def merged(top, total, acc, other_top, other_total, other_acc):
     """Return the rows' (maximum, sum, weighted values) over two sets of keys. Of nothing and x it is x."""
     new = tl.maximum(top, other_top)
-    kept, added = tl.exp2(top - new), tl.exp2(other_top - new)
+    kept = tl.exp2(top - new)
+    added = tl.exp2(other_top - new)
     return new, total * kept + other_total * added, acc * kept[:, None] + other_acc * added[:, None]
 
 
@@ -168,8 +170,10 @@ def attend(
     kv_head = tl.program_id(1)
     if tiles is None:
         PARTS: tl.constexpr = (QUERY_LEN + TILE - 1) // TILE
-        sequence, tile_start = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS * TILE
-        begin, count = sequence * QUERY_LEN, QUERY_LEN
+        sequence = tl.program_id(0) // PARTS
+        tile_start = tl.program_id(0) % PARTS * TILE
+        begin = sequence * QUERY_LEN
+        count = QUERY_LEN
     else:
         sequence = tl.load(tiles + 2 * tl.program_id(0))
         tile_start = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -182,8 +186,10 @@ def attend(
     if query_counts is not None:
         first_real = tl.maximum(first_position, kv_len - tl.load(query_counts + sequence))
 
-    rows, channels = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)
-    token, head = rows // GROUP, kv_head * GROUP + rows % GROUP
+    rows = tl.arange(0, BLOCK_M)
+    channels = tl.arange(0, BLOCK_H)
+    token = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
     positions = first_position + token
     real = positions <= last_position
     row = (begin + tile_start).to(tl.int64)
@@ -204,7 +210,8 @@ def attend(
     values += kv_head * (head_stride if value_head_stride is None else value_head_stride)
     table = tables + sequence.to(tl.int64) * table_stride
     end = last_position + 1
-    spans, first_tile = tl.cdiv(tl.maximum(end, 0), SPAN), first // BLOCK_N * BLOCK_N
+    spans = tl.cdiv(tl.maximum(end, 0), SPAN)
+    first_tile = first // BLOCK_N * BLOCK_N
 
     value_channels = tl.arange(0, BLOCK_V)
     if tops is None:
@@ -250,7 +257,8 @@ def merge(
     VALUE_DIM: tl.constexpr, QUERY_LEN: tl.constexpr, SPAN: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Program (head, token): merge the spans of a row of a decode, in order."""
-    head, token = tl.program_id(0), tl.program_id(1)
+    head = tl.program_id(0)
+    token = tl.program_id(1)
     sequence = token // QUERY_LEN
     kv_len = tl.load(kv_lens + sequence)
     position = kv_len - QUERY_LEN + token % QUERY_LEN
@@ -260,7 +268,8 @@ def merge(
         if query_counts is not None:  # what only padding would see was not read
             first = tl.maximum(first, kv_len - tl.load(query_counts + sequence))
         first = tl.maximum(first - window + 1, 0)
-    one, channels = tl.arange(0, 1), tl.arange(0, BLOCK_V)
+    one = tl.arange(0, 1)
+    channels = tl.arange(0, BLOCK_V)
     kept = (channels < VALUE_DIM)[None, :]
     top = tl.full([1], NOTHING, tl.float32)
     total = tl.zeros([1], tl.float32)
@@ -299,20 +308,26 @@ def launch(
         raise ValueError(f"spans have {span} tokens, not a multiple of the {sizes['BLOCK_N']} of a tile")
     float8 = keys.dtype == torch.float8_e4m3fn
     if float8:
-        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+        keys = keys.view(torch.uint8)
+        values = values.view(torch.uint8)
     value_strides = (None, None) if value_dim == head_dim else (values.stride(0), values.stride(1))
     own_tile = query_tile(group, head_dim, q.dtype, chip)
     if tokens.tiles is None:
-        tile, programs = own_tile, len(tokens.kv_lens) * -(-tokens.query_len // own_tile)
+        tile = own_tile
+        programs = len(tokens.kv_lens) * -(-tokens.query_len // own_tile)
     else:
-        tile, programs, workers = tokens.tile, len(tokens.tiles), 1
+        tile = tokens.tile
+        programs = len(tokens.tiles)
+        workers = 1
         if tile > own_tile:
             raise ValueError(f"tiles have {tile} tokens, at most {own_tile} fit")
     if not programs:
         return out
     slots = -(-tables.shape[1] * page // span)
     workers = min(workers, slots)
-    target, tops, totals = out, None, None
+    target = out
+    tops = None
+    totals = None
     if workers > 1:
         count = len(tokens.kv_lens) * tokens.query_len * heads
         target = torch.empty(count, slots, value_dim, dtype=torch.float32, device=q.device)
@@ -342,7 +357,9 @@ _OPTIONAL: Final = {"softcap": "fp32", "window": "i32", "sinks": "*bf16", "slope
 
 def launches(chip: Chip) -> dict[str, Launch]:
     """Return the launches by head dim, group, type, score rules and phase."""
-    bf16, half, single = torch.bfloat16, torch.float16, torch.float32
+    bf16 = torch.bfloat16
+    half = torch.float16
+    single = torch.float32
     shapes: dict[str, tuple[int, tuple[int, int], torch.dtype, tuple[str, ...], bool, bool]] = {
         "h64-g8-bf16-window-sinks": (8, (64, 64), bf16, ("window", "sinks"), False, False),
         "h64-g3-fp16": (3, (64, 64), half, (), False, False),
@@ -373,8 +390,10 @@ def _launch(
 ) -> Launch:
     head_dim, value_dim = dims
     sizes = block_sizes(group, head_dim, value_dim, dtype, chip)
-    warps, stages = sizes.pop("num_warps"), sizes.pop("num_stages")
-    queries, spans = f"*{TRITON_TYPES[dtype]}", phase == "spans"
+    warps = sizes.pop("num_warps")
+    stages = sizes.pop("num_stages")
+    queries = f"*{TRITON_TYPES[dtype]}"
+    spans = phase == "spans"
     stored = "*u8" if float8 else queries
     value_strides = dict.fromkeys(("value_page_stride", "value_head_stride"), "i32:16")
     optional = _OPTIONAL | {"k_scale": "*fp32", "v_scale": "*fp32"} | value_strides

@@ -101,13 +101,15 @@ def latent_decode(
         raise ValueError(f"the work list has {len(work.merges)} sequences, kv_lens {len(kv_lens)}")
     if tables.dtype != torch.int32 or kv_lens.dtype != torch.int32 or not kv_lens.is_contiguous():
         raise ValueError(f"tables are {tables.dtype}, kv_lens {kv_lens.dtype}, not contiguous int32")
-    page, rotary = cache.shape[1], cache.shape[2] - rank
+    page = cache.shape[1]
+    rotary = cache.shape[2] - rank
     if not cache.is_contiguous() or cache.dtype != q.dtype or page & (page - 1) or not 0 < rotary <= q.shape[2]:
         raise ValueError(f"the cache is {cache.dtype} {tuple(cache.shape)} for {q.dtype} queries of rank {rank}")
     if use_kernel:
         return kernel.decode(absorbed, q, cache, tables, kv_lens, query_len, scale, splits, chip, work=work)
     rules = ScoreRules(scale=scale, window=None, softcap=None, sinks=None, slopes=None, k_scale=None, v_scale=None)
-    keys, queries = cache[:, None], torch.cat((absorbed, q[..., -rotary:]), -1)
+    keys = cache[:, None]
+    queries = torch.cat((absorbed, q[..., -rotary:]), -1)
     attended = decode_attention_reference(queries, keys, keys, tables, kv_lens, query_len, None, rules)
     return attended[..., :rank]
 
@@ -137,7 +139,8 @@ def latent_selected(
         return kernel.decode(
             absorbed, q, cache, tables, counts, 1, scale, splits, chip, rows=rows, selected=selected
         )  # fmt: skip
-    rank, page = absorbed.shape[2], cache.shape[1]
+    rank = absorbed.shape[2]
+    page = cache.shape[1]
     queries = torch.cat((absorbed, q[..., rank - cache.shape[2] :]), -1).float()
     out = torch.zeros_like(absorbed, memory_format=torch.contiguous_format)
     for token, (row, count) in enumerate(zip(rows.tolist(), counts.tolist())):

@@ -60,7 +60,8 @@ def write_kernel(
     HALF_BLOCK: tl.constexpr, HEADS_BLOCK: tl.constexpr, UNIT_OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Program (token, 0): a latent and its rotary key; (token, 1 + n): a block of query heads, rotated in place."""
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     D: tl.constexpr = 2 * HALF
     cos_sin_row = cos_sin + tl.load(positions + token).to(tl.int64) * D
     if part == 0:
@@ -169,7 +170,9 @@ def attend(
             tl.store(sums + empty, tl.zeros([ROWS], tl.float32), mask=real)
             return
     else:
-        split, seq, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(1)
+        split = tl.program_id(1)
+        seq = tl.program_id(2)
+        splits = tl.num_programs(1)
         kv_len = tl.load(kv_lens + seq)
         share = tl.cdiv(tl.cdiv(kv_len, TILE), splits)
         begin = split * share * TILE
@@ -317,7 +320,8 @@ def decode(
     use = tuned(q.dtype, chip) if chosen is None else chosen
     constants = shape.constants(use, cache.shape[1])
     out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
-    slots, several = len(kv_lens) * splits if work is None else work.num_slots, splits > 1 or work is not None
+    slots = len(kv_lens) * splits if work is None else work.num_slots
+    several = splits > 1 or work is not None
     partial, tops, sums = scratch(slots if several else 0, query_len, heads, rank, q.device)
     row_blocks = -(-heads * query_len // constants["ROWS"])
     _ATTEND[(row_blocks, splits, len(kv_lens)) if work is None else (row_blocks, len(work.items), 1)](
@@ -366,7 +370,9 @@ def _reduce_constants(shape: LatentShape, constants: dict[str, int]) -> dict[str
 # Specialisations compiled ahead of time: 128 heads on one rank, shares of them on several, several draft tokens.
 
 _PAGE: Final = 16
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_BF16 = torch.bfloat16
+_FP16 = torch.float16
+_FP32 = torch.float32
 _SHAPES: Final = (
     LatentShape(128, 192, 512, 64, _BF16),
     LatentShape(16, 192, 512, 64, _BF16),
@@ -380,7 +386,8 @@ _SHAPES: Final = (
 
 def _launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
     for shape in _SHAPES:
-        use, kind = tuned(shape.dtype, chip), TRITON_TYPES[shape.dtype]
+        use = tuned(shape.dtype, chip)
+        kind = TRITON_TYPES[shape.dtype]
         name = f"n{shape.heads}-h{shape.head_dim}-q{shape.query_len}-{kind}"
         constants = shape.constants(use, _PAGE)
         for direct in (False, True):
@@ -395,7 +402,9 @@ def _launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
             }
             absent: dict[str, int | None] = {"rows": None, "selected": None, "items": None, "TOP": 0}
             absent |= dict.fromkeys(("partial", "tops", "sums")) if direct else {}
-            warps, stages, hot = use["num_warps"], use["num_stages"], shape.dtype != torch.float32
+            warps = use["num_warps"]
+            stages = use["num_stages"]
+            hot = shape.dtype != torch.float32
             launch = Launch(attend, signature, {**absent, **constants}, num_warps=warps, num_stages=stages, hot=hot)
             yield f"attend-{name}{'-direct' * direct}", launch
             if not direct:

@@ -51,21 +51,27 @@ def plan_rounds(kv_lens: Int32, first_sequence: int, capacity: int) -> list[tupl
 
     kv_lens int32 [S]: upper bounds, new tokens included. capacity: tokens per round, a multiple of BLOCK.
     """
-    most, rounds = capacity // BLOCK, []
+    most = capacity // BLOCK
+    rounds = []
     blocks: list[Int32] = []
-    spans, used = np.zeros((len(kv_lens), 3), np.int32), 0
+    spans = np.zeros((len(kv_lens), 3), np.int32)
+    used = 0
     for sequence in range(first_sequence, len(kv_lens)):
-        begin, end = 0, int(kv_lens[sequence])
+        begin = 0
+        end = int(kv_lens[sequence])
         while begin < end:
             count = min(-(-(end - begin) // BLOCK), most - used)
             stop = min(begin + count * BLOCK, end)
             firsts = np.arange(begin, stop, BLOCK, dtype=np.int32)
             blocks.append(np.stack([np.full_like(firsts, sequence), firsts], 1))
             spans[sequence] = begin, stop, used * BLOCK
-            begin, used = stop, used + count
+            begin = stop
+            used = used + count
             if used == most:
                 rounds.append((np.concatenate(blocks), spans))
-                blocks, spans, used = [], np.zeros_like(spans), 0
+                blocks = []
+                spans = np.zeros_like(spans)
+                used = 0
     if used:
         rounds.append((np.concatenate(blocks), spans))
     return rounds
@@ -96,8 +102,10 @@ def latent_prefill(
     [S, W], query_start int32 [S+1], kv_lens int32 [S]. tiles int32 [n, 2]: from `make_tiles` for `tile` tokens. rounds:
     of `plan_rounds` for these sequences. Raise ValueError for other shapes or types.
     """
-    heads, rank = q.shape[1], kv_b.shape[1]
-    rotary, values = q.shape[2] - nope_dim, kv_b.shape[0] // heads - nope_dim
+    heads = q.shape[1]
+    rank = kv_b.shape[1]
+    rotary = q.shape[2] - nope_dim
+    values = kv_b.shape[0] // heads - nope_dim
     if not (q.is_contiguous() and cache.is_contiguous() and kv_b.is_contiguous()) or cache.dtype != q.dtype:
         raise ValueError("q, cache and kv_b must be contiguous, and of one type")
     if cache.shape[2] != rank + rotary or kv_b.shape[0] % heads or cache.shape[1] & (cache.shape[1] - 1):
@@ -107,14 +115,17 @@ def latent_prefill(
     if use_kernel:
         kernel.launch(q, cache, kv_b, tables, query_start, kv_lens, tiles, rounds, nope_dim, scale, out, tile, chip)
         return out
-    starts, lens = query_start.tolist(), kv_lens.tolist()
+    starts = query_start.tolist()
+    lens = kv_lens.tolist()
     for s in sorted(set(tiles[:, 0].tolist())):
-        tokens, end = slice(starts[s], starts[s + 1]), lens[s]
+        tokens = slice(starts[s], starts[s + 1])
+        end = lens[s]
         context = end - (tokens.stop - tokens.start)
         rows = gather(cache[:, None], tables[s], 0, end)[0]  # [C, R+D]
         expanded = F.linear(rows[:, :rank], kv_b).view(end, heads, -1)
         shared = rows[:, None, rank:].expand(-1, heads, -1)
-        k, v = torch.cat((expanded[..., :nope_dim], shared), -1), expanded[..., nope_dim:]
+        k = torch.cat((expanded[..., :nope_dim], shared), -1)
+        v = expanded[..., nope_dim:]
         seen = visible(context, end, 0, None, q.device)
         queries, keys, parts = (part.transpose(0, 1)[None] for part in (q[tokens], k, v))
         mixed = F.scaled_dot_product_attention(

@@ -45,8 +45,10 @@ def gather(
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (block, part of its rows): copy latents [R] and rotary keys [D] of cached tokens; zeros past the end."""
-    block, part = tl.program_id(0), tl.program_id(1)
-    sequence, first = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
+    block = tl.program_id(0)
+    part = tl.program_id(1)
+    sequence = tl.load(blocks + 2 * block)
+    first = tl.load(blocks + 2 * block + 1)
     end = tl.load(spans + 3 * sequence + 1)
     offset = part * ROWS + tl.arange(0, ROWS)
     position = first + offset
@@ -119,9 +121,11 @@ def attend(
 
     A tile ends in the round with its last position; before, its state is stored, and loaded unless it is the first.
     """
-    sequence, tile_start = tl.load(tiles + 2 * tl.program_id(0)), tl.load(tiles + 2 * tl.program_id(0) + 1)
+    sequence = tl.load(tiles + 2 * tl.program_id(0))
+    tile_start = tl.load(tiles + 2 * tl.program_id(0) + 1)
     head = tl.program_id(1)
-    begin, end = tl.load(spans + 3 * sequence), tl.load(spans + 3 * sequence + 1)
+    begin = tl.load(spans + 3 * sequence)
+    end = tl.load(spans + 3 * sequence + 1)
     row = tl.load(spans + 3 * sequence + 2) - begin
     start = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - start
@@ -235,7 +239,9 @@ def launch(
     use = tuned(nope, values, q.dtype, chip) if chosen is None else chosen
     if tile > use["BLOCK_M"]:
         raise ValueError(f"tiles have {tile} tokens, programs {use['BLOCK_M']}")
-    tops, totals, partial = None, None, None
+    tops = None
+    totals = None
+    partial = None
     if len(rounds) > 1:
         tops, totals = torch.empty(2, tokens, heads, dtype=torch.float32, device=q.device)
         partial = torch.empty(tokens, heads, values, dtype=torch.float32, device=q.device)

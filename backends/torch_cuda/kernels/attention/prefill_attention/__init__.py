@@ -44,7 +44,9 @@ class PagedPrefill:
         scaled = keys.dtype == torch.float8_e4m3fn
         if scaled == (rules.k_scale is None) or scaled == (rules.v_scale is None):
             raise ValueError(f"{keys.dtype} keys and values {'need' if scaled else 'have no'} k_scale and v_scale")
-        self.keys, self.values, self.rules = keys, values, rules
+        self.keys = keys
+        self.values = values
+        self.rules = rules
         self._heads = group * keys.shape[1], keys.shape[3]
         self._results = group * keys.shape[1], values.shape[3]
         self._dtype = dtype
@@ -142,11 +144,14 @@ def prefill_attention_reference(
 
     Rounds as the reference backend does; float64 queries stay float64.
     """
-    starts, lens = query_start.tolist(), kv_lens.tolist()
-    window, chunk = rules.window, rules.chunk
+    starts = query_start.tolist()
+    lens = kv_lens.tolist()
+    window = rules.window
+    chunk = rules.chunk
     k_scale, v_scale = (1.0 if x is None else x.item() for x in (rules.k_scale, rules.v_scale))
     for s in sorted(set(tiles[:, 0].tolist()) - {NO_SEQUENCE}):
-        rows, end = slice(starts[s], starts[s + 1]), lens[s]
+        rows = slice(starts[s], starts[s + 1])
+        end = lens[s]
         context = end - (rows.stop - rows.start)
         first = 0 if window is None else max(0, context - window + 1)
         first = first if chunk is None else max(0, context // chunk * chunk - rules.lookback)
@@ -179,7 +184,8 @@ def visible(
     """
     if context == 0 and end <= (window or chunk or end):
         return None
-    query, key = torch.arange(context, end, device=device)[:, None], torch.arange(start, end, device=device)[None]
+    query = torch.arange(context, end, device=device)[:, None]
+    key = torch.arange(start, end, device=device)[None]
     seen = key <= query
     if window is not None:
         return seen & (key > query - window)
@@ -188,9 +194,13 @@ def visible(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, rules: ScoreRules, k_scale: float) -> Tensor:
     """Return attention [T, N, V] of q [T, N, H] over k [K, C, H], v [K, C, V] where `seen` (see `visible`) allows."""
-    scale, softcap, sinks = rules.scale * k_scale, rules.softcap, rules.sinks
+    scale = rules.scale * k_scale
+    softcap = rules.softcap
+    sinks = rules.sinks
     group = q.shape[1] // k.shape[0]
-    q, k, v = q.transpose(0, 1), k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    q = q.transpose(0, 1)
+    k = k.repeat_interleave(group, 0)
+    v = v.repeat_interleave(group, 0)
     if softcap is None and sinks is None and rules.slopes is None:
         batch = (q[None], k[None], v[None])
         out = F.scaled_dot_product_attention(*batch, attn_mask=seen, is_causal=seen is None, scale=scale)

@@ -84,7 +84,8 @@ def make_tiles(query_lens: Int32, first_sequence: int, tile: int, kv_lens: Int32
 
 def candidates(head_dim: int, dtype: torch.dtype, chip: Chip, *, float8: bool = False) -> Iterator[Settings]:
     """Yield settings worth trying in place of `tuned` that fit the chip's shared memory."""
-    width, size = padded(head_dim), dtype.itemsize
+    width = padded(head_dim)
+    size = dtype.itemsize
     for rows, keys, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
         stored = keys * (stages + size if float8 else stages * size)  # float8 is converted beside its buffers
         if width * (rows * size + 2 * stored) <= chip.shared_bytes:
@@ -267,7 +268,8 @@ def prefill_attention(
             carry, x, low, start, pages, last_position, lowest, positions, slope, keys, values, scale, softcap,
             page_stride, value_page_stride, HEAD_DIM, VALUE_DIM, PAGE, ROOT, k_scale is not None, NATIVE, False,
         )  # fmt: skip
-        start, pages = start + BLOCK_N, following
+        start = start + BLOCK_N
+        pages = following
     start = first + (0 if edges > 0 else whole) * BLOCK_N
     pages = lookup(table, start, last_position, PAGE, BLOCK_N)
     for i in tl.range(1, passes - whole + 1):
@@ -277,7 +279,8 @@ def prefill_attention(
             carry, x, low, start, pages, last_position, lowest, positions, slope, keys, values, scale, softcap,
             page_stride, value_page_stride, HEAD_DIM, VALUE_DIM, PAGE, ROOT, k_scale is not None, NATIVE, True,
         )  # fmt: skip
-        start, pages = then, following
+        start = then
+        pages = following
     _, total, acc = carry
     result = acc / total[:, None]
     if v_scale is not None:
@@ -312,11 +315,13 @@ class PrefillLaunch:
         chosen: Settings | None = None,
     ) -> None:
         _, self._kv_heads, page, head_dim = keys.shape
-        float8, value_dim = keys.dtype == torch.float8_e4m3fn, values.shape[3]
+        float8 = keys.dtype == torch.float8_e4m3fn
+        value_dim = values.shape[3]
         if chosen is None:
             chosen = tuned(head_dim, queries, chip, float8=float8, value_dim=value_dim)
         if float8:
-            keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+            keys = keys.view(torch.uint8)
+            values = values.view(torch.uint8)
         value_strides = (None, None) if value_dim == head_dim else (values.stride(0), values.stride(1))
         self._launch = _PREFILL_ATTENTION.fixed(
             keys, values, rules.sinks, rules.slopes, rules.k_scale, rules.v_scale,
@@ -369,7 +374,9 @@ _RULES: Final = {**_LIMITS, "softcap": "fp32", "sinks": "*bf16", "slopes": "*fp3
 
 def launches(chip: Chip) -> dict[str, Launch]:
     """Return the launches by head dim, group, type of queries (and of the cache if different) and score rules."""
-    bf16, half, single = torch.bfloat16, torch.float16, torch.float32
+    bf16 = torch.bfloat16
+    half = torch.float16
+    single = torch.float32
     return {
         "h32-g2-bf16": _launch(chip, 2, 32, bf16),
         "h64-g3-fp16": _launch(chip, 3, 64, half),
@@ -415,7 +422,8 @@ def _launch(
     values = value_dim or head_dim
     chosen = tuned(head_dim, dtype, chip, float8=float8, value_dim=value_dim)
     block_sizes = constants(head_dim, values, tile * group, chosen)
-    warps, stages = block_sizes.pop("num_warps"), block_sizes.pop("num_stages")
+    warps = block_sizes.pop("num_warps")
+    stages = block_sizes.pop("num_stages")
     queries = f"*{TRITON_TYPES[dtype]}"
     stored = "*u8" if float8 else queries
     value_strides = dict.fromkeys(("value_page_stride", "value_head_stride"), "i32:16")

@@ -59,13 +59,16 @@ class RopeCache:
         _check_rotation(cos_sin, keys.shape[3])
         for head_norm, cache in ((q_norm, keys), (k_norm, keys), (v_norm, values)):
             if head_norm is not None and head_norm.weight.shape != cache.shape[3:]:
-                shape, wanted = tuple(head_norm.weight.shape), tuple(cache.shape[3:])
+                shape = tuple(head_norm.weight.shape)
+                wanted = tuple(cache.shape[3:])
                 raise ValueError(f"a head's norm has {shape} weights, not {wanted}")
         if (k_scale is None) != (v_scale is None):
             raise ValueError("k_scale and v_scale must be given together")
-        head_dim, value_dim = keys.shape[3], values.shape[3]
+        head_dim = keys.shape[3]
+        value_dim = values.shape[3]
         own_values = 0 if values_are_keys and value_dim == head_dim else kv_heads * value_dim
-        self._width, self._dtype = (heads + kv_heads) * head_dim + own_values, keys.dtype
+        self._width = (heads + kv_heads) * head_dim + own_values
+        self._dtype = keys.dtype
         how = heads, kv_heads, cos_sin, q_norm, k_norm, v_norm, k_scale, v_scale, values_are_keys
         self._run: Callable[[Tensor, Tensor, Tensor], Tensor]
         if use_kernel:
@@ -156,8 +159,11 @@ def rope_and_cache_reference(
 ) -> Tensor:
     parts = qkv[:, : (heads + kv_heads) * keys.shape[-1]].unflatten(1, (heads + kv_heads, -1))
     last = qkv[:, -kv_heads * values.shape[-1] :].unflatten(1, (kv_heads, -1))
-    q, k, v = parts[:, :heads], parts[:, heads:], _normed(last, v_norm)
-    q, k = rotated(_normed(q, q_norm), positions, cos_sin), rotated(_normed(k, k_norm), positions, cos_sin)
+    q = parts[:, :heads]
+    k = parts[:, heads:]
+    v = _normed(last, v_norm)
+    q = rotated(_normed(q, q_norm), positions, cos_sin)
+    k = rotated(_normed(k, k_norm), positions, cos_sin)
     _write(keys, slots, k, k_scale)
     _write(values, slots, v, v_scale)
     return q.contiguous()
@@ -178,6 +184,7 @@ def rotated(x: Tensor, positions: Tensor, cos_sin: Tensor | None) -> Tensor:
 def _write(cache: Tensor, slots: Tensor, x: Tensor, scale: Tensor | None) -> None:
     if cache.dtype == torch.float8_e4m3fn:
         wide = x.float() if scale is None else x.float() * (1 / scale)
-        cache, x = cache.view(torch.uint8), saturated(wide).view(torch.uint8)
+        cache = cache.view(torch.uint8)
+        x = saturated(wide).view(torch.uint8)
     size = cache.shape[2]
     cache[slots // size, :, slots % size] = x

@@ -242,10 +242,13 @@ class RopeCacheLaunch:
         self, keys, values, heads, kv_heads, cos_sin, q_norm, k_norm, v_norm, k_scale, v_scale,
         values_are_keys, chip,
     ):  # fmt: skip
-        head_dim, value_dim, page = keys.shape[3], values.shape[3], keys.shape[2]
+        head_dim = keys.shape[3]
+        value_dim = values.shape[3]
+        page = keys.shape[2]
         self._heads = heads, head_dim
         if keys.dtype == torch.float8_e4m3fn:
-            keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+            keys = keys.view(torch.uint8)
+            values = values.view(torch.uint8)
         shapes = constants(heads, kv_heads, head_dim, value_dim, page, 0 if cos_sin is None else 2 * cos_sin.shape[2])
         self._parts = divided(heads, shapes["HEADS_BLOCK"]) + 2 * divided(kv_heads, shapes["HEADS_BLOCK"])
         self._launch = _ROPE_CACHE_KERNEL.fixed(

@@ -34,7 +34,8 @@ def select_tokens(
     positions of sequence rows[t], whose blocks are tables[rows[t]]; lens, rows int32 [T], tables int32 [S, W]. Entries
     and slots that no token sees are not read. Raise ValueError for other shapes or types.
     """
-    (tokens, heads, dim), page = q.shape, cache.shape[1]
+    tokens, heads, dim = q.shape
+    page = cache.shape[1]
     if weights.shape != (tokens, heads) or cache.ndim != 3 or cache.shape[2] != dim or page & (page - 1):
         raise ValueError(f"q is {tuple(q.shape)}, weights {tuple(weights.shape)}, the cache {tuple(cache.shape)}")
     if not (q.is_contiguous() and weights.is_contiguous() and cache.is_contiguous()) or cache.dtype != q.dtype:

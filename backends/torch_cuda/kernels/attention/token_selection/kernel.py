@@ -31,11 +31,13 @@ def score(
     TOP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (token, tile of keys): scores [T, C] of keys before lens[token]; none of a token that selects all."""
-    token, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE
+    token = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * TILE
     length = tl.load(lens + token)
     if (length <= TOP) | (start >= length):
         return
-    head, channel = tl.arange(0, HEADS_WIDTH), tl.arange(0, H_WIDTH)
+    head = tl.arange(0, HEADS_WIDTH)
+    channel = tl.arange(0, H_WIDTH)
     mask = (head < HEADS)[:, None] & (channel < H)[None, :]
     x = tl.load(q + (token * HEADS + head)[:, None] * H + channel[None, :], mask, 0.0)
     position = start + tl.arange(0, TILE)
@@ -62,7 +64,9 @@ def select(scores, lens, selected, counts, score_stride, TOP: tl.constexpr, BLOC
     """Program (token): the positions of the TOP best scores, ascending; of equal ones the earlier."""
     token = tl.program_id(0).to(tl.int64)
     length = tl.load(lens + token)
-    to, row, lane = selected + token * TOP, scores + token * score_stride, tl.arange(0, BLOCK)
+    to = selected + token * TOP
+    row = scores + token * score_stride
+    lane = tl.arange(0, BLOCK)
     tl.store(counts + token, tl.minimum(length, TOP))
     if length <= TOP:
         for at in range(0, length, BLOCK):

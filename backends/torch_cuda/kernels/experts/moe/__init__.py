@@ -67,7 +67,8 @@ def moe(
     token's result is the same bits whatever the others are, with matrices that are not packed. `adapters`: added to
     both products.
     """
-    count, columns = router_logits.shape[1], inner.shape[1] if isinstance(inner, Tensor) else inner.outputs
+    count = router_logits.shape[1]
+    columns = inner.shape[1] if isinstance(inner, Tensor) else inner.outputs
     width = columns // 2 if expert.gated else columns
     shapes = {"router_logits": (x.shape[0], count), "inner": (count, columns, x.shape[1])}
     shapes["down"] = (count, x.shape[1], width)
@@ -79,7 +80,8 @@ def moe(
     if expert_scale is not None:
         weights = weights * expert_scale[chosen.long()]
     if weighs_input:
-        x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+        x = x * weights.to(x.dtype)
+        weights = torch.ones_like(weights)
     if not use_kernel:
         if adapters is None:
             return moe_reference(x, weights, chosen, inner, down, inner_bias, down_bias, expert, chip, batch_invariant)
@@ -193,7 +195,8 @@ def adapted_reference(
     batch_invariant: bool = False,
 ) -> Tensor:
     """The definition of `adapted_experts`."""
-    tokens, owners = _tokens(chosen), chosen.flatten()
+    tokens = _tokens(chosen)
+    owners = chosen.flatten()
     add_inner, add_down = adapters(tokens, owners)
 
     def product(values: Tensor, stack: Tensor | PackedMatrix, bias: Tensor | None) -> Tensor:

@@ -76,11 +76,17 @@ class Products:
     """The products of the pairs in chosen int32 [T, k], sorted once for both. Arguments as of `experts`."""
 
     def __init__(self, chosen, inner, down, dtype, chip, tile=None):
-        count, pairs = matrices(inner)[0].shape[0], chosen.numel()
+        count = matrices(inner)[0].shape[0]
+        pairs = chosen.numel()
         self.tile = tile or choose_tile(pairs, count, any(widens(stack, pairs, chip) for stack in (inner, down)))
-        self.sorted_pairs, self.top = align(chosen, count, self.tile), chosen.shape[1]
-        self._inner, self._down, self._chip = inner, down, chip
-        self._pairs, self._dtype, self._device = pairs, dtype, chosen.device
+        self.sorted_pairs = align(chosen, count, self.tile)
+        self.top = chosen.shape[1]
+        self._inner = inner
+        self._down = down
+        self._chip = chip
+        self._pairs = pairs
+        self._dtype = dtype
+        self._device = chosen.device
 
     def inner(self, x, bias, outputs=None, activation=_NO_ACTIVATION):
         """Return [T * k, outputs] of x [T, D]; without an activation, of all outputs."""
@@ -171,7 +177,8 @@ def choose_tile(pairs, count, widened):
 
 def align(chosen, experts, tile):
     """Return (order, tile_experts, ends) of align_kernel for chosen int32 [T, k], sized for the worst case."""
-    pairs, device = chosen.numel(), chosen.device
+    pairs = chosen.numel()
+    device = chosen.device
     tiles = most_tiles(pairs, experts, tile)
     order = torch.empty(tiles * tile, dtype=torch.int32, device=device)
     tile_experts = torch.empty(tiles, dtype=torch.int32, device=device)
@@ -247,7 +254,9 @@ def expert_kernel(
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     valid = tl.minimum(channels, outputs - 1)
     all_outputs = 2 * outputs if GATED else outputs
-    matrix, scale, add = weights + expert * weight_stride, scales + expert * scale_stride, bias + expert * all_outputs
+    matrix = weights + expert * weight_stride
+    scale = scales + expert * scale_stride
+    add = bias + expert * all_outputs
     if OFFSETS:
         offsets += expert * scale_stride
     row_scales += expert * all_outputs
@@ -439,7 +448,8 @@ def _expert(
     constants: dict[str, Any] = {
         **tile_settings(TUNING, scheme, form.group, inputs, tile, chip, form.rows, form.offset is not None)
     }
-    warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+    warps = constants.pop("num_warps")
+    stages = constants.pop("num_stages")
     signature = {"x": f"*{dtype}", **form.types(scheme), "row_scales": "*fp32", "bias": f"*{dtype}"}
     if scheme == "plain":
         signature |= dict.fromkeys(("weights", "scales", "offsets", "row_scales"), f"*{dtype}")

@@ -43,7 +43,8 @@ def supports(stack, chip):
     """
     if stack.activations is None or stack.offset is not None or stack.order is not None:
         return False
-    numbers, size = stack.activations.numbers, stack.activations.group
+    numbers = stack.activations.numbers
+    size = stack.activations.group
     if (stack.scheme, numbers) != ("int8", "int8") and (stack.scheme, numbers, chip.float8) != ("fp8", "float8", True):
         return False
     if not stack.group:
@@ -63,10 +64,13 @@ def product(x, stack, bias, out, sorted_pairs, tile, chip, share, activation):
     """
     order, tile_experts, ends = sorted_pairs
     hardware = native(chip, x)
-    data, scale, int8 = stack.numbers, stack.scale, stack.scheme == "int8"
+    data = stack.numbers
+    scale = stack.scale
+    int8 = stack.scheme == "int8"
     numbers, x_scales = quantize(x, int8, stack.group or None, input_scale(stack), chip)
     if not int8 and hardware:
-        numbers, data = numbers.view(torch.float8_e4m3fn), stack.data
+        numbers = numbers.view(torch.float8_e4m3fn)
+        data = stack.data
     constants = tile_settings(stack.scheme, stack.group, stack.rows, stack.inputs, tile, chip)
     pairs, outputs = out.shape
     _EXPERT_KERNEL[(tile_experts.numel(), triton.cdiv(outputs, constants["CHANNELS"]))](
@@ -149,7 +153,9 @@ def expert_kernel(
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     valid = tl.minimum(channels, outputs - 1)
     all_outputs = 2 * outputs if GATED else outputs
-    matrix, scale, add = weights + expert * weight_stride, scales + expert * scale_stride, bias + expert * all_outputs
+    matrix = weights + expert * weight_stride
+    scale = scales + expert * scale_stride
+    add = bias + expert * all_outputs
     acc = scaled_tile(x, row * inputs, real, x_scales, row * x_scales_stride, matrix, scale, valid, inputs, all_outputs,
                       INT8, GROUP, ROWS, EVEN, NATIVE, TOKENS, CHANNELS, DEPTH)  # fmt: skip
     if BIAS:
@@ -192,7 +198,8 @@ def launches(chip: Chip) -> dict[str, Launch]:
 
 def _expert(scheme: str, group: int, tile: int, chip: Chip, *, inner: bool = False, inputs: int = 7168) -> Launch:
     constants: dict[str, Any] = tile_settings(scheme, group, group or 1, inputs, tile, chip)
-    warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+    warps = constants.pop("num_warps")
+    stages = constants.pop("num_stages")
     number = "*i8" if scheme == "int8" else "*fp8e4nv"
     signature = {"x": number, "x_scales": "*fp32", "weights": number, "scales": "*fp32", "bias": "*bf16"}
     signature |= {"out": "*bf16", "order": "*i32", "tile_experts": "*i32", "ends": "*i32"}

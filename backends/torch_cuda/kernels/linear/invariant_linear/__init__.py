@@ -39,6 +39,7 @@ def invariant_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, d
     """Multiply ROWS rows at a time in float32: products of one shape have one order of their sums. Round once."""
     if not len(x):
         return x.new_empty((0, len(weight)), dtype=dtype)
-    wide, wide_bias = weight.float(), None if bias is None else bias.float()
+    wide = weight.float()
+    wide_bias = None if bias is None else bias.float()
     parts = F.pad(x.float(), (0, 0, 0, -len(x) % ROWS)).split(ROWS)
     return torch.cat([F.linear(part, wide, wide_bias) for part in parts])[: len(x)].to(dtype)

@@ -19,15 +19,18 @@ from pagoda.backends.torch_cuda.kernels.linear.weight_only.kernel import SCHEMES
 TUNING = Path(__file__).with_name("tuning.json")
 
 _PLAIN = tl.constexpr(SCHEMES["plain"])
-_SPLIT_BLOCK, _MOST_SPLITS = 512, 16
+_SPLIT_BLOCK = 512
+_MOST_SPLITS = 16
 _SUM_BLOCK = 1024
 
 
 def linear(x, weight, bias, dtype, chip):
     """Return [M, O] in `dtype` of x [M, I] and weight [O, I]."""
-    (rows, inputs), outputs = x.shape, len(weight)
+    rows, inputs = x.shape
+    outputs = len(weight)
     constants = tile_settings(x.dtype, inputs, chip)
-    row_tiles, channel_tiles = triton.cdiv(rows, constants["TOKENS"]), triton.cdiv(outputs, constants["CHANNELS"])
+    row_tiles = triton.cdiv(rows, constants["TOKENS"])
+    channel_tiles = triton.cdiv(outputs, constants["CHANNELS"])
     split_inputs = choose_split(channel_tiles, inputs, chip)
     splits = triton.cdiv(inputs, split_inputs)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
@@ -100,7 +103,8 @@ def linear_kernel(
     """
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    valid, real = tl.minimum(channels, outputs - 1).to(tl.int64), row < rows
+    valid = tl.minimum(channels, outputs - 1).to(tl.int64)
+    real = row < rows
     offsets = row.to(tl.int64) * x_stride
     begin = tl.program_id(2) * split_inputs
     acc = tile_product(x, offsets, real, weight, weight, weight, valid, inputs, outputs, begin,
@@ -137,7 +141,8 @@ def launches(chip: Chip) -> dict[str, Launch]:
 
 def _launch(chip: Chip, dtype: str, *, whole: bool, out: str | None = None, inputs: int = 4096) -> Launch:
     constants: dict[str, Any] = tile_settings(_TRITON[dtype], inputs, chip)
-    warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+    warps = constants.pop("num_warps")
+    stages = constants.pop("num_stages")
     signature = dict.fromkeys(("x", "weight", "bias"), f"*{dtype}")
     signature |= {"out": f"*{out or dtype}" if whole else "*fp32", "rows": "i32"}
     signature |= dict.fromkeys(("inputs", "outputs", "x_stride", "split_inputs"), "i32:16")

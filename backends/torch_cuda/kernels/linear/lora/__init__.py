@@ -138,7 +138,8 @@ def expand_reference(y: Tensor, h: Tensor, stack: AdapterStack, rows: AdapterRow
         mine = rows.slots == slot
         for projection, first, end in stack.sections.tolist():
             end = min(end, first + CHANNELS)
-            begin, rank = projection * stack.rank, int(stack.ranks[slot])
+            begin = projection * stack.rank
+            rank = int(stack.ranks[slot])
             inner = rounded[mine, begin : begin + rank]
             added = invariant_linear_reference(inner, stack.b[slot, first:end, :rank], None, torch.float32)
             y[mine, first:end] = (y[mine, first:end].float() + added).to(y.dtype)

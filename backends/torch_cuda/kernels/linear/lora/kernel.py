@@ -34,7 +34,8 @@ SMALLEST_RANK: Final = 16
 """Ranks of a matrix product that tensor cores compute."""
 
 _PLAIN = tl.constexpr(SCHEMES["plain"])
-_SPLIT_BLOCK, _MOST_SPLITS = 512, 16
+_SPLIT_BLOCK = 512
+_MOST_SPLITS = 16
 
 
 def sort_rows(slots, num_slots, tile):
@@ -44,7 +45,8 @@ def sort_rows(slots, num_slots, tile):
 
 def shrink(x, a, ranks, rank, sorted_rows, tile, splits, chip):
     """Return float32 [splits, T, P * R], undefined for rows without an adapter, of x [T, I] and a [slots, P * R, I]."""
-    (rows, inputs), (slots, columns, _) = x.shape, a.shape
+    rows, inputs = x.shape
+    slots, columns, _ = a.shape
     order, tile_slots, ends = sorted_rows
     constants = shrink_settings(a.dtype, rank, inputs, tile, chip)
     parts = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
@@ -271,7 +273,8 @@ def _launch(
     rank: int,
     dtype: str,
 ) -> Launch:
-    warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+    warps = constants.pop("num_warps")
+    stages = constants.pop("num_stages")
     signature |= dict.fromkeys(("ranks", "order", "tile_slots", "ends"), "*i32")
     signature |= dict.fromkeys(("rows", "slots", *numbers), "i32") | dict.fromkeys(aligned, "i32:16")
     constants |= {"RANK": rank, "COLUMNS": 3 * rank}

@@ -30,7 +30,8 @@ class QuantizedRows:
 
     def values(self, group: int | None = None) -> Tensor:
         """Return the values, float32 [T, I]. `group`: inputs per scale, if there are groups."""
-        wide, scales = self.data.float(), self.scales
+        wide = self.data.float()
+        scales = self.scales
         return wide * (scales if group is None else scales.repeat_interleave(group, 1)[:, : wide.shape[1]])
 
 
@@ -61,7 +62,8 @@ def quantize_rows_reference(
     x: Tensor, numbers: Numbers, *, group: int | None = None, scale: Tensor | None = None
 ) -> QuantizedRows:
     """As `quantize_rows`, in plain torch."""
-    largest, wide = LARGEST[numbers], x.float()
+    largest = LARGEST[numbers]
+    wide = x.float()
     if scale is not None:
         return QuantizedRows(_rounded(wide * (1 / scale), numbers), scale.expand(len(x), 1))
     size = group or wide.shape[1]

@@ -41,12 +41,14 @@ def by_torch(rounded, packed, bias, dtype):
 
 def linear(rounded, packed, bias, dtype, chip):
     """Return [M, O] in `dtype` of rounded rows [M, I] times the matrix."""
-    (rows, inputs), outputs = rounded.data.shape, packed.outputs
+    rows, inputs = rounded.data.shape
+    outputs = packed.outputs
     float8 = packed.scheme == "fp8"
     x = rounded.data.view(torch.uint8) if float8 else rounded.data
     constants = tile_settings(packed.scheme, packed.group, packed.rows, inputs, rows, chip)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-    row_tiles, channel_tiles = triton.cdiv(rows, constants["TOKENS"]), triton.cdiv(outputs, constants["CHANNELS"])
+    row_tiles = triton.cdiv(rows, constants["TOKENS"])
+    channel_tiles = triton.cdiv(outputs, constants["CHANNELS"])
     _SCALED_KERNEL[(row_tiles * channel_tiles,)](
         x,
         rounded.scales,
@@ -108,13 +110,15 @@ def scaled_kernel(
     GROUP > 0: scales [groups, outputs / ROWS]; 0: [outputs]. X_GROUPS: x_scales [rows, groups]; else [rows].
     """
     BAND: tl.constexpr = 8
-    row_tiles, channel_tiles = tl.cdiv(rows, TOKENS), tl.cdiv(outputs, CHANNELS)
+    row_tiles = tl.cdiv(rows, TOKENS)
+    channel_tiles = tl.cdiv(outputs, CHANNELS)
     band = tl.program_id(0) // (BAND * channel_tiles)
     height = tl.minimum(row_tiles - band * BAND, BAND)
     inside = tl.program_id(0) % (BAND * channel_tiles)
     row = (band * BAND + inside % height) * TOKENS + tl.arange(0, TOKENS)
     channels = inside // height * CHANNELS + tl.arange(0, CHANNELS)
-    real, valid = tl.minimum(row, rows - 1), tl.minimum(channels, outputs - 1)
+    real = tl.minimum(row, rows - 1)
+    valid = tl.minimum(channels, outputs - 1)
     depth = tl.arange(0, DEPTH)
     x_at = x + real.to(tl.int64)[:, None] * inputs + depth[None, :]
     weights_at = weights + valid.to(tl.int64)[None, :] * inputs + depth[:, None]
@@ -122,12 +126,14 @@ def scaled_kernel(
     acc = tl.zeros([TOKENS, CHANNELS], tl.float32 if FLOAT8 else tl.int32)
     for first in range(0, inputs, DEPTH):
         if EVEN:
-            a, b = tl.load(x_at + first), tl.load(weights_at + first)
+            a = tl.load(x_at + first)
+            b = tl.load(weights_at + first)
         else:
             a = tl.load(x_at + first, mask=(first + depth < inputs)[None, :], other=0)
             b = tl.load(weights_at + first, mask=(first + depth < inputs)[:, None], other=0)
         if FLOAT8:
-            a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
+            a = a.to(tl.float8e4nv, bitcast=True)
+            b = b.to(tl.float8e4nv, bitcast=True)
             part = tl.dot(a, b)
             if GROUP > 0:
                 group = first // GROUP
@@ -174,7 +180,8 @@ def launches(chip: Chip) -> dict[str, Launch]:
 
 def _launch(scheme: str, group: int, tile: int, chip: Chip, *, inputs: int = _INPUTS) -> Launch:
     constants = tile_settings(scheme, group, group or 1, inputs, 2 * tile, chip)
-    warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+    warps = constants.pop("num_warps")
+    stages = constants.pop("num_stages")
     numbers = "*u8" if scheme == "fp8" else "*i8"
     signature = {"x": numbers, "x_scales": "*fp32", "weights": numbers, "scales": "*fp32", "bias": "*bf16"}
     signature |= {"out": "*bf16", "rows": "i32", "x_scale_stride": "i32"}

@@ -198,11 +198,13 @@ def load_codes(
 
     An e2m1 number whose bits are put where a float16 has them is too small by a power of two, subnormals included.
     """
-    half, groups = first // 2 + tl.arange(0, DEPTH // 2), first // GROUP + tl.arange(0, DEPTH // GROUP)
+    half = first // 2 + tl.arange(0, DEPTH // 2)
+    groups = first // GROUP + tl.arange(0, DEPTH // GROUP)
     rows = weights + channels.to(tl.int64)[:, None] * (inputs // 2) + half[None, :]
     steps = scales + channels.to(tl.int64)[:, None] * (inputs // GROUP) + groups[None, :]
     if EVEN:
-        pairs, stored = tl.load(rows), tl.load(steps)
+        pairs = tl.load(rows)
+        stored = tl.load(steps)
     else:
         pairs = tl.load(rows, mask=(half < inputs // 2)[None, :], other=0)
         stored = tl.load(steps, mask=(groups < inputs // GROUP)[None, :], other=0)
@@ -353,7 +355,9 @@ of 350 rows. Computed, not measured: at half of their rate the product of packed
 FUSED_CODES: Final = 128
 """The same of codes of 4 bits, which take several times the instructions."""
 
-_SPLIT_TILE, _SPLIT_BLOCK, _MOST_SPLITS = 64, 512, 16
+_SPLIT_TILE = 64
+_SPLIT_BLOCK = 512
+_MOST_SPLITS = 16
 _SUM_BLOCK = 1024
 
 
@@ -364,7 +368,9 @@ def fused_rows(packed):
 
 def product(x, packed, bias, chip):
     """Return [M, O] of x [M, I] times a packed matrix, whose tiles are widened again for each FEW rows."""
-    tokens, outputs, inputs = x.shape[0], packed.outputs, packed.inputs
+    tokens = x.shape[0]
+    outputs = packed.outputs
+    inputs = packed.inputs
     tile = next((tile for tile in TILES if tile >= tokens), FEW)
     row_tiles = triton.cdiv(tokens, tile)
     constants = packed_settings(TUNING, packed, tile, chip)
@@ -406,7 +412,8 @@ def product(x, packed, bias, chip):
 
 def choose_split(outputs, inputs, chip):
     """Return the inputs per split: four programs per multiprocessor, of two or four warps each."""
-    tiles, blocks = triton.cdiv(outputs, _SPLIT_TILE), triton.cdiv(inputs, _SPLIT_BLOCK)
+    tiles = triton.cdiv(outputs, _SPLIT_TILE)
+    blocks = triton.cdiv(inputs, _SPLIT_BLOCK)
     splits = min(max(4 * chip.sms // tiles, 1), _MOST_SPLITS, blocks)
     return triton.cdiv(blocks, splits) * _SPLIT_BLOCK
 
@@ -478,18 +485,22 @@ _SUM_KERNEL: Final = BoundKernel(sum_kernel)
 SCRATCH = 64 << 20
 """Unpacked bytes at a time."""
 
-_CHANNELS, _DEPTH = 16, 256
+_CHANNELS = 16
+_DEPTH = 256
 
 
 def product_by_pieces(x, packed, bias, chip):
     """Return [M, O] of x [M, I] times the matrix, unpacked in pieces to x's dtype."""
-    tokens, outputs, inputs = x.shape[0], packed.outputs, packed.inputs
+    tokens = x.shape[0]
+    outputs = packed.outputs
+    inputs = packed.inputs
     step = max(packed.rows, SCRATCH // (inputs * x.itemsize) // packed.rows * packed.rows)
     scratch = torch.empty(min(step, outputs), inputs, dtype=x.dtype, device=x.device)
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     for first in range(0, outputs, step):
         piece = packed.channels(first, min(first + step, outputs))
-        wide, into = unpack(piece, scratch[: piece.outputs], chip), out[:, first : first + piece.outputs]
+        wide = unpack(piece, scratch[: piece.outputs], chip)
+        into = out[:, first : first + piece.outputs]
         if bias is None:
             torch.mm(x, wide.T, out=into)
         else:
@@ -662,7 +673,8 @@ def _product(
 ) -> Launch:
     offsets = form.offset is not None
     constants = tile_settings(TUNING, scheme, form.group, inputs, tile, chip, form.rows, offsets)
-    warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+    warps = constants.pop("num_warps")
+    stages = constants.pop("num_stages")
     whole = inputs == _INPUTS
     signature = {"x": f"*{dtype}", **form.types(scheme), "row_scales": "*fp32", "bias": f"*{dtype}"}
     signature |= {"out": "*fp32" if whole else f"*{dtype}", "tokens": "i32"}

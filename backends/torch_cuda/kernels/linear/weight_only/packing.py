@@ -154,7 +154,8 @@ def _joined(
 
 
 def _pack_channels(weight: Tensor, scheme: Scheme) -> PackedMatrix:
-    largest, wide = _LARGEST[scheme], weight.float()
+    largest = _LARGEST[scheme]
+    wide = weight.float()
     scale = wide.abs().amax(-1) / largest
     scale = torch.where(scale > 0, scale, 1)
     wide = (wide / scale[:, None]).clamp(-largest, largest)
@@ -165,7 +166,8 @@ def _pack_channels(weight: Tensor, scheme: Scheme) -> PackedMatrix:
 def _pack_groups(weight: Tensor, group: int) -> PackedMatrix:
     outputs, inputs = weight.shape
     wide = torch.nn.functional.pad(weight.float(), (0, -inputs % block(group))).view(outputs, -1, group)
-    low, high = wide.amin(-1).clamp(max=0), wide.amax(-1).clamp(min=0)
+    low = wide.amin(-1).clamp(max=0)
+    high = wide.amax(-1).clamp(min=0)
     step = ((high - low) / 15).to(torch.bfloat16)
     step = torch.where(step > 0, step, 1)
     exact = wide / step[..., None]
@@ -195,7 +197,8 @@ def int4_words(pairs: Tensor, group: int) -> Tensor:
 
 def unpack(packed: PackedMatrix) -> Tensor:
     """Return the values, float32 [..., O, I], columns in the matrix's order."""
-    scale, offset = packed.scale, packed.offset
+    scale = packed.scale
+    offset = packed.offset
     match packed.scheme:
         case "mxfp4":
             bits = scale.int()
@@ -203,7 +206,8 @@ def unpack(packed: PackedMatrix) -> Tensor:
         case "nvfp4":
             scale = decoded(scale)
         case "int4" | "int8" | "fp8" if packed.group:
-            scale, offset = _per_output(packed, scale), None if offset is None else _per_output(packed, offset)
+            scale = _per_output(packed, scale)
+            offset = None if offset is None else _per_output(packed, offset)
     numbers = _numbers(packed)
     if not packed.group:
         return numbers.mul_(scale[..., None])

@@ -15,7 +15,8 @@ from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, divide
 from pagoda.common.models.spec import Activation, ClampedGlu
 
 BLOCK = 1024
-WHOLE_BLOCK, PART_BLOCK = 16384, 8192
+WHOLE_BLOCK = 16384
+PART_BLOCK = 8192
 """Columns quantised at a time: a row of up to WHOLE_BLOCK is kept in registers."""
 
 
@@ -168,7 +169,8 @@ def _elementwise(x, launch_of):
 def gated_quantised(both, name, chip):
     width = both.shape[1] // 2
     bits, scale = float8.empty_rows(both, width)
-    constants, native = quantised_constants(width), float8.native(chip, both)
+    constants = quantised_constants(width)
+    native = float8.native(chip, both)
     if len(both):
         _QUANTISED_KERNEL[(len(both),)](
             both,

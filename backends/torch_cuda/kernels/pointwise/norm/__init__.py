@@ -39,7 +39,8 @@ class RowNorm:
         chip: Chip = CHIPS["sm_80"],
     ) -> None:
         _check_weights(weight, bias, kind)
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
         self._how = eps, kind, unit_offset
         self._launch: kernel.NormLaunch | None = None
         self._launch_quantised: kernel.NormLaunch | None = None

@@ -100,7 +100,8 @@ class NormLaunch:
         total = x if residual is None else torch.empty_like(residual)
         if not rows:
             return total
-        scale, stride = normed if scale is None else scale, row_stride(x)
+        scale = normed if scale is None else scale
+        stride = row_stride(x)
         if residual is None:
             self._without((rows,), x, x, normed, scale, total, stride, 0)
         else:

@@ -82,14 +82,19 @@ def convolve(
     """
     channel = tl.program_id(1) * BLOCK_C
     if chunks is None:
-        sequence, first, begin, count = tl.program_id(0), 0, tl.program_id(0), 1
+        sequence = tl.program_id(0)
+        first = 0
+        begin = tl.program_id(0)
+        count = 1
     else:
         PARTS: tl.constexpr = CHUNK // BLOCK_T
         chunk = chunks + 2 * (tl.program_id(0) // PARTS)
-        sequence, first = tl.load(chunk), tl.load(chunk + 1) + tl.program_id(0) % PARTS * BLOCK_T
+        sequence = tl.load(chunk)
+        first = tl.load(chunk + 1) + tl.program_id(0) % PARTS * BLOCK_T
         begin = tl.load(query_start + sequence)
         count = tl.load(query_start + sequence + 1) - begin
-    lane, offset = channel + tl.arange(0, BLOCK_C), first + tl.arange(0, BLOCK_T)
+    lane = channel + tl.arange(0, BLOCK_C)
+    offset = first + tl.arange(0, BLOCK_T)
     rows = (begin + offset).to(tl.int64)[:, None]
     mask = (offset < count)[:, None] & (lane < C)[None, :]
     to = out + rows * C + lane[None, :]

@@ -34,7 +34,9 @@ def channel_delta(
     projected. A sequence's state: the convolution's last inputs, then the states [N, H, H]. `spec`: of the rank's
     heads. Padding sequences get zeros; rows of no sequence are undefined. Raise ValueError for other shapes or types.
     """
-    tokens, heads, width = len(qkv), spec.heads, spec.width
+    tokens = len(qkv)
+    heads = spec.heads
+    width = spec.width
     if qkv.shape[1] != 3 * width or qkv.stride(1) != 1 or beta.shape != (tokens, heads) or beta.stride(1) != 1:
         raise ValueError(f"qkv is {tuple(qkv.shape)}, beta {tuple(beta.shape)}, not of {heads} heads")
     if decay.shape != (tokens, width) or not decay.is_contiguous() or not weights.conv.is_contiguous():
@@ -59,7 +61,8 @@ def _sequence(
     mixed = F.silu((seen.unfold(1, spec.taps, 1) * weights.conv[:, 0, None].float()).sum(-1))
     q, k, v = (part.unflatten(0, (spec.heads, -1)).mT[None] for part in mixed.chunk(3))
     shifted = (decay + weights.decay_offset).unflatten(1, (spec.heads, -1)).transpose(0, 1)
-    rate, bound = weights.decay_rate.exp()[:, None, None], spec.decay_bound
+    rate = weights.decay_rate.exp()[:, None, None]
+    bound = spec.decay_bound
     log_decay = -rate * F.softplus(shifted) if bound is None else bound * (rate * shifted).sigmoid()
     heads, after = channel_rule(
         l2_norm(q) * spec.head_dim**-0.5,

@@ -42,7 +42,8 @@ def log_decays(
     With a BOUND: BOUND sigmoid(exp(decay_rate) (decay + decay_offset)).
     """
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, at = lane < W, tl.program_id(0).to(tl.int64) * W + lane
+    inside = lane < W
+    at = tl.program_id(0).to(tl.int64) * W + lane
     x = tl.load(decay + at, inside, 0.0).to(tl.float32) + tl.load(decay_offset + lane, inside, 0.0)
     rate = tl.exp(tl.load(decay_rate + lane // K, inside, 0.0))
     log_decay = -rate * softplus(x) if BOUND is None else BOUND * tl.sigmoid(rate * x)
@@ -57,9 +58,13 @@ def step(
 ):  # fmt: skip
     """Program (head and block of its value channels, sequence): the rule for one token, in place."""
     BLOCKS: tl.constexpr = (K + BLOCK_V - 1) // BLOCK_V
-    head, part, token = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
-    value, channel = part * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, K_WIDTH)
-    kept, row = value < K, token.to(tl.int64)
+    head = tl.program_id(0) // BLOCKS
+    part = tl.program_id(0) % BLOCKS
+    token = tl.program_id(1)
+    value = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    channel = tl.arange(0, K_WIDTH)
+    kept = value < K
+    row = token.to(tl.int64)
     to = out + (row * HEADS + head) * K + value
     kv_len = tl.load(kv_lens + token)
     if kv_len == 0:
@@ -94,7 +99,8 @@ def products(
     """
     head = tl.program_id(1)
     rows, real = chunk_rows(chunks, query_start, CHUNK)
-    channel, place = tl.arange(0, K_WIDTH), tl.arange(0, CHUNK)
+    channel = tl.arange(0, K_WIDTH)
+    place = tl.arange(0, CHUNK)
     of_key = channel < K
     mask = real[:, None] & of_key[None, :]
     KIND: tl.constexpr = qkv.dtype.element_ty
@@ -180,10 +186,13 @@ def scan(
 ):  # fmt: skip
     """Program (head and block of its value channels, sequence): the state from chunk to chunk, and the heads."""
     BLOCKS: tl.constexpr = (K + BLOCK_V - 1) // BLOCK_V
-    head, part, sequence = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
+    head = tl.program_id(0) // BLOCKS
+    part = tl.program_id(0) % BLOCKS
+    sequence = tl.program_id(1)
     begin = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - begin
-    value, channel = part * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, K_WIDTH)
+    value = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    channel = tl.arange(0, K_WIDTH)
     block = tl.load(tables + sequence.to(tl.int64) * table_stride).to(tl.int64)
     place = states + block * E + TAIL + head * (K * K) + channel[:, None] * K + value[None, :]
     kept = (channel < K)[:, None] & (value < K)[None, :]
@@ -192,7 +201,8 @@ def scan(
         offset = first + tl.arange(0, CHUNK)
         real = offset < count
         rows = (begin + offset).to(tl.int64)
-        mask, inside = real[:, None] & (channel < K)[None, :], real[:, None] & (value < K)[None, :]
+        mask = real[:, None] & (channel < K)[None, :]
+        inside = real[:, None] & (value < K)[None, :]
         at = (rows * HEADS + head)[:, None]
         KIND: tl.constexpr = qkv.dtype.element_ty
         stored = state.to(KIND)
@@ -243,14 +253,19 @@ def launch(
     qkv: Tensor, beta: Tensor, decay: Tensor, batch: StateStep, spec: KimiDelta, weights: DeltaWeights, chip: Chip
 ) -> Tensor:
     """Return the heads [T, N*H]; replace the states."""
-    tokens, heads, width = len(qkv), spec.heads, spec.width
+    tokens = len(qkv)
+    heads = spec.heads
+    width = spec.width
     like = {"dtype": qkv.dtype, "device": qkv.device}
-    mixed, out = torch.empty(tokens, 3 * width, **like), torch.empty(tokens, width, **like)
+    mixed = torch.empty(tokens, 3 * width, **like)
+    out = torch.empty(tokens, width, **like)
     decays = torch.empty(tokens, width, dtype=torch.float32, device=qkv.device)
     log_decays[(tokens, triton.cdiv(width, ELEMENTS))](
         decay, weights.decay_rate, weights.decay_offset, decays, **_constants(log_decays, spec)
     )
-    first, table_stride, beta_stride = batch.num_decodes, batch.tables.stride(0), row_stride(beta)
+    first = batch.num_decodes
+    table_stride = batch.tables.stride(0)
+    beta_stride = row_stride(beta)
     inputs = qkv, weights.conv, batch.states, batch.tables, batch.query_start, batch.kv_lens
     numbers = row_stride(qkv), table_stride, spec.head_dim**-0.5
     parts = heads * -(-spec.head_dim // VALUES)
@@ -280,10 +295,12 @@ def launch(
         **_constants(convolve, spec, BLOCK_T=delta.CONVOLVED),
         num_warps=delta.CONVOLVE_WARPS,
     )
-    grid, spans = (len(batch.chunks), heads), (batch.query_start, batch.chunks)
+    grid = (len(batch.chunks), heads)
+    spans = (batch.query_start, batch.chunks)
     systems = torch.empty(tokens, heads, CHUNK, dtype=torch.float32, device=qkv.device)
     scores = torch.empty(tokens, heads, CHUNK, **like)
-    of_values, of_state = torch.empty(tokens, width, **like), torch.empty(tokens, width, **like)
+    of_values = torch.empty(tokens, width, **like)
+    of_state = torch.empty(tokens, width, **like)
     for to, queries in ((systems, False), (scores, True)):
         products[grid](
             mixed,

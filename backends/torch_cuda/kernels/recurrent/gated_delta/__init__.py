@@ -33,7 +33,8 @@ def gated_delta(
     state: the convolution's last inputs [C, taps - 1], then the states [N, K, V]. `spec`: of the rank's heads. Padding
     sequences get zeros; rows of no sequence are undefined. Raise ValueError for other shapes or types.
     """
-    tokens, heads = len(qkv), spec.value_heads
+    tokens = len(qkv)
+    heads = spec.value_heads
     if qkv.shape[1] != spec.channels or qkv.stride(1) != 1 or scalars.shape != (tokens, 2 * heads):
         raise ValueError(f"qkv is {tuple(qkv.shape)}, scalars {tuple(scalars.shape)}, not {spec.channels} and {heads}")
     (cache,) = spec.caches()

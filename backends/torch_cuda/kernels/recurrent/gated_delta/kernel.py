@@ -64,7 +64,8 @@ def _head(
     mixed = silu(mixed)
     if NORM:
         mixed *= (tl.rsqrt(tl.sum(mixed * mixed, 1) + 1e-6) * scale)[:, None]
-    lane, offset = tl.arange(0, PADDED), first + tl.arange(0, BLOCK_T)
+    lane = tl.arange(0, PADDED)
+    offset = first + tl.arange(0, BLOCK_T)
     to = out + (begin + offset).to(tl.int64)[:, None] * C + channel + lane[None, :]
     tl.store(to, mixed.to(out.dtype.element_ty), (offset < count)[:, None] & (lane < WIDTH)[None, :])
 
@@ -81,11 +82,15 @@ def convolve(
     """
     head = tl.program_id(1)
     if chunks is None:
-        sequence, first, begin, count = tl.program_id(0), 0, tl.program_id(0), 1
+        sequence = tl.program_id(0)
+        first = 0
+        begin = tl.program_id(0)
+        count = 1
     else:
         PARTS: tl.constexpr = CHUNK // BLOCK_T
         chunk = chunks + 2 * (tl.program_id(0) // PARTS)
-        sequence, first = tl.load(chunk), tl.load(chunk + 1) + tl.program_id(0) % PARTS * BLOCK_T
+        sequence = tl.load(chunk)
+        first = tl.load(chunk + 1) + tl.program_id(0) % PARTS * BLOCK_T
         begin = tl.load(query_start + sequence)
         count = tl.load(query_start + sequence + 1) - begin
     kv_len = tl.load(kv_lens + sequence)
@@ -121,7 +126,9 @@ def step(
 ):  # fmt: skip
     """Program (head and block of its value channels, sequence): the rule for one token, in place."""
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    head, part, token = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
+    head = tl.program_id(0) // BLOCKS
+    part = tl.program_id(0) % BLOCKS
+    token = tl.program_id(1)
     value = part * BLOCK_V + tl.arange(0, BLOCK_V)
     kept = value < V
     to = out + token.to(tl.int64) * (HEADS * V) + head * V + value
@@ -137,7 +144,8 @@ def step(
     v = tl.load(row + 2 * KEY_HEADS * K + head * V + value, kept, 0.0).to(tl.float32)
     one = tl.arange(0, 1)
     betas, decays = _gates(scalars, decay_rate, decay_offset, token.to(tl.int64) + one, one < 1, head, HEADS)
-    beta, decay = tl.sum(betas, 0), tl.sum(decays, 0)
+    beta = tl.sum(betas, 0)
+    decay = tl.sum(decays, 0)
     block = tl.load(tables + token.to(tl.int64) * table_stride).to(tl.int64)
     at = states + block * E + TAIL + head * (K * V) + channel[:, None] * V + value[None, :]
     mask = (channel < K)[:, None] & kept[None, :]
@@ -158,7 +166,8 @@ def inverse_of(system, CHUNK: tl.constexpr, SOLVED: tl.constexpr, PRECISION: tl.
     X^4 = 0, so that (D + E)^-1 = (1 - X) (1 + X^2) D^-1.
     """
     tl.static_assert(CHUNK == 4 * SOLVED)
-    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    row = tl.arange(0, CHUNK)[:, None]
+    column = tl.arange(0, CHUNK)[None, :]
     diagonal = row // SOLVED == column // SOLVED
     solved = tl.where(diagonal, -system, 0.0)
     for index in range(1, SOLVED):
@@ -189,7 +198,8 @@ def solve(
     beta, decay = _gates(scalars, decay_rate, decay_offset, rows, real, head, HEADS)
     if BETA_SCALE != 1.0:
         beta *= BETA_SCALE
-    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    row = tl.arange(0, CHUNK)[:, None]
+    column = tl.arange(0, CHUNK)[None, :]
     system = tl.dot(k, tl.trans(k), input_precision="ieee") * decay_between(decay, CHUNK) * beta[:, None]
     inverse = inverse_of(tl.where(row > column, system, 0.0), CHUNK, SOLVED, PRECISION)
     tl.store(inverses + (rows * HEADS + head)[:, None] * CHUNK + column, inverse, real[:, None])
@@ -207,7 +217,8 @@ def prepare(
     """
     head = tl.program_id(1)
     rows, real = chunk_rows(chunks, query_start, CHUNK)
-    channel, value = tl.arange(0, K_WIDTH), tl.arange(0, V_WIDTH)
+    channel = tl.arange(0, K_WIDTH)
+    value = tl.arange(0, V_WIDTH)
     mask = real[:, None] & (channel < K)[None, :]
     key_head = head // (HEADS // KEY_HEADS)
     beta, decay = _gates(scalars, decay_rate, decay_offset, rows, real, head, HEADS)
@@ -242,7 +253,8 @@ def score(
     q = tl.load(qkv + rows[:, None] * C + key_head * K + channel[None, :], mask, 0.0)
     k = tl.load(qkv + rows[:, None] * C + (KEY_HEADS + key_head) * K + channel[None, :], mask, 0.0)
     _, decay = _gates(scalars, decay_rate, decay_offset, rows, real, head, HEADS)
-    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    row = tl.arange(0, CHUNK)[:, None]
+    column = tl.arange(0, CHUNK)[None, :]
     near = tl.dot(q, tl.trans(k), input_precision="ieee") * decay_between(decay, CHUNK)
     at = scores + (rows * HEADS + head)[:, None] * CHUNK + column
     tl.store(at, tl.where(row >= column, near, 0.0).to(scores.dtype.element_ty), real[:, None])
@@ -257,7 +269,9 @@ def scan(
 ):  # fmt: skip
     """Program (head and block of its value channels, sequence): the state from chunk to chunk, and the heads."""
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    head, part, sequence = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
+    head = tl.program_id(0) // BLOCKS
+    part = tl.program_id(0) % BLOCKS
+    sequence = tl.program_id(1)
     begin = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - begin
     value = part * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -277,7 +291,8 @@ def scan(
         _, decay = _gates(scalars, decay_rate, decay_offset, rows, real, head, HEADS)
         later = (offset + 1 < count) & (offset + 1 < first + CHUNK)
         _, after = _gates(scalars, decay_rate, decay_offset, rows + 1, later, head, HEADS)
-        since_start, to_end = tl.exp(tl.cumsum(decay, 0)), tl.exp(tl.cumsum(after, 0, reverse=True))
+        since_start = tl.exp(tl.cumsum(decay, 0))
+        to_end = tl.exp(tl.cumsum(after, 0, reverse=True))
         token = rows * HEADS + head
         w = tl.load(of_state + token[:, None] * K + channel[None, :], mask, 0.0)
         inside = real[:, None] & (value < V)[None, :]
@@ -332,10 +347,17 @@ def launch(
     chip: Chip,
 ) -> Tensor:
     """Return the heads [T, N*V]; replace the states."""
-    states, tables, query_start, kv_lens = batch.states, batch.tables, batch.query_start, batch.kv_lens
-    chunks, num_decodes = batch.chunks, batch.num_decodes
-    tokens, heads, dim = len(qkv), spec.value_heads, spec.value_dim
-    shapes, parts = _shapes(spec), 2 * spec.key_heads + spec.value_heads
+    states = batch.states
+    tables = batch.tables
+    query_start = batch.query_start
+    kv_lens = batch.kv_lens
+    chunks = batch.chunks
+    num_decodes = batch.num_decodes
+    tokens = len(qkv)
+    heads = spec.value_heads
+    dim = spec.value_dim
+    shapes = _shapes(spec)
+    parts = 2 * spec.key_heads + spec.value_heads
     mixed = torch.empty(tokens, spec.channels, dtype=qkv.dtype, device=qkv.device)
     out = torch.empty(tokens, heads * dim, dtype=qkv.dtype, device=qkv.device)
     small = scalars, weights.decay_rate, weights.decay_offset
@@ -431,7 +453,9 @@ def _launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
 
 
 def _of_model(spec: GatedDelta, dtype: torch.dtype, chip: Chip) -> Iterator[tuple[str, Launch]]:
-    kind, shapes, hot = f"*{TRITON_TYPES[dtype]}", _shapes(spec), dtype != torch.float32
+    kind = f"*{TRITON_TYPES[dtype]}"
+    shapes = _shapes(spec)
+    hot = dtype != torch.float32
     small = dict.fromkeys(("scalars", "decay_rate", "decay_offset"), kind)
     per_step = {**dict.fromkeys(("tables", "query_start", "kv_lens", "chunks"), "*i32"), "table_stride": "i32"}
     of = {**dict.fromkeys(("of_values", "of_state", "scores", "out", "qkv", "x", "conv"), kind), "states": "*fp32"}

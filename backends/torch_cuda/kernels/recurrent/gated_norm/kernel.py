@@ -68,7 +68,8 @@ def gated_norm_kernel(
 
 def gated_norm(x: Tensor, gate: Tensor, spec: GatedNorm, mean_square: Tensor | None) -> Tensor:
     """Return [T, W]."""
-    out, rows = torch.empty_like(x), len(x) * spec.groups
+    out = torch.empty_like(x)
+    rows = len(x) * spec.groups
     constants = _constants(spec, x.shape[1])
     if rows:
         gated_norm_kernel[(triton.cdiv(rows, constants["ROWS"]),)](

@@ -51,7 +51,8 @@ def linear_scan(
     for rows, block, before in step.sequences():
         numbers = None if scalars is None else scalars[rows].float()
         heads, after = _sequence(qkv[rows].float(), numbers, before[shape.tail :], shape, weights)
-        out[rows], step.states[block, shape.tail :] = heads, after
+        out[rows] = heads
+        step.states[block, shape.tail :] = after
     return out
 
 
@@ -66,11 +67,13 @@ def _sequence(
 
     v = part(shape.v_at, shape.heads, shape.value_dim)
     q, k = (part(begin, shape.groups, shape.key_dim) for begin in (shape.q_at, shape.k_at))
-    written, decay = v, -weights.rate.float()[None, :, None].expand(1, -1, len(qkv))
+    written = v
+    decay = -weights.rate.float()[None, :, None].expand(1, -1, len(qkv))
     if scalars is not None:
         assert weights.offset is not None, "checked"
         size = F.softplus(scalars + weights.offset.float()).clamp(*weights.limit).T[None]  # [1, N, T]
-        written, decay = size[..., None] * v, -weights.rate.float().exp()[:, None] * size
+        written = size[..., None] * v
+        decay = -weights.rate.float().exp()[:, None] * size
     scan = recurrent_scan if len(qkv) == 1 else chunked_scan
     heads, after = scan(written, k, q, decay, before.view(1, shape.heads, shape.key_dim, shape.value_dim))
     if weights.skip is not None:

@@ -81,8 +81,11 @@ def step(
 ):  # fmt: skip
     """Program (head and block of its value channels, sequence): the recurrence for one token, in place."""
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    head, part, token = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
-    value, channel = part * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, K_WIDTH)
+    head = tl.program_id(0) // BLOCKS
+    part = tl.program_id(0) % BLOCKS
+    token = tl.program_id(1)
+    value = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    channel = tl.arange(0, K_WIDTH)
     kept = value < V
     to = out + token.to(tl.int64) * (HEADS * V) + head * V + value
     if tl.load(kv_lens + token) == 0:
@@ -122,7 +125,8 @@ def score(
     q = tl.load(at + Q_AT, mask, 0.0)
     k = tl.load(at + K_AT, mask, 0.0)
     size, decay = _sizes(scalars, rate, offset, rows, real, head, low, high, scalar_stride)
-    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    row = tl.arange(0, CHUNK)[:, None]
+    column = tl.arange(0, CHUNK)[None, :]
     near = tl.dot(q, tl.trans(k), input_precision="ieee") * decay_between(decay, CHUNK) * size[None, :]
     to = scores + (rows * HEADS + head)[:, None] * CHUNK + column
     tl.store(to, tl.where(row >= column, near, 0.0).to(scores.dtype.element_ty), real[:, None])
@@ -138,10 +142,13 @@ def scan(
 ):  # fmt: skip
     """Program (head and block of its value channels, sequence): the state from chunk to chunk, and the heads."""
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    head, part, sequence = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
+    head = tl.program_id(0) // BLOCKS
+    part = tl.program_id(0) % BLOCKS
+    sequence = tl.program_id(1)
     begin = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - begin
-    value, channel = part * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, K_WIDTH)
+    value = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    channel = tl.arange(0, K_WIDTH)
     group = head // (HEADS // GROUPS)
     block = tl.load(tables + sequence.to(tl.int64) * table_stride).to(tl.int64)
     at = states + block * E + TAIL + head * (K * V) + channel[:, None] * V + value[None, :]
@@ -151,7 +158,8 @@ def scan(
         offset_in = first + tl.arange(0, CHUNK)
         real = offset_in < count
         rows = (begin + offset_in).to(tl.int64)
-        mask, inside = real[:, None] & (channel < K)[None, :], real[:, None] & (value < V)[None, :]
+        mask = real[:, None] & (channel < K)[None, :]
+        inside = real[:, None] & (value < V)[None, :]
         of_token = qkv + rows[:, None] * qkv_stride
         q = tl.load(of_token + Q_AT + group * K + channel[None, :], mask, 0.0)
         k = tl.load(of_token + K_AT + group * K + channel[None, :], mask, 0.0)
@@ -162,7 +170,8 @@ def scan(
         size, decay = _sizes(scalars, rate, offset, rows, real, head, low, high, scalar_stride)
         later = (offset_in + 1 < count) & (offset_in + 1 < first + CHUNK)
         _, after = _sizes(scalars, rate, offset, rows + 1, later, head, low, high, scalar_stride)
-        since_start, to_end = tl.exp(tl.cumsum(decay, 0)), size * tl.exp(tl.cumsum(after, 0, reverse=True))
+        since_start = tl.exp(tl.cumsum(decay, 0))
+        to_end = size * tl.exp(tl.cumsum(after, 0, reverse=True))
         far = tl.dot(q, state.to(q.dtype), input_precision="ieee") * since_start[:, None]
         heads = tl.dot(near, v, far, input_precision="ieee")
         if skip is not None:
@@ -197,10 +206,13 @@ def launch(
     qkv: Tensor, scalars: Tensor | None, batch: StateStep, shape: ScanShape, weights: DecayWeights, chip: Chip
 ) -> Tensor:
     """Return the heads [T, N*V]; replace the states."""
-    tokens, heads, dim = len(qkv), shape.heads, shape.value_dim
+    tokens = len(qkv)
+    heads = shape.heads
+    dim = shape.value_dim
     out = torch.empty(tokens, heads * dim, dtype=qkv.dtype, device=qkv.device)
     of_tokens = qkv, scalars, weights.rate, weights.offset
-    limit, table_stride = weights.limit, batch.tables.stride(0)
+    limit = weights.limit
+    table_stride = batch.tables.stride(0)
     strides = row_stride(qkv), heads if scalars is None else row_stride(scalars)
     decodes = batch.num_decodes
     if decodes:
@@ -263,7 +275,8 @@ SCAN_STAGES: Final = 2
 
 def mamba2_shape(heads: int, head_dim: int, groups: int, state_dim: int, taps: int) -> ScanShape:
     """Return the shape of Mamba-2: v, b and c, convolved; the state begins with the convolution's tail."""
-    width, states = heads * head_dim, groups * state_dim
+    width = heads * head_dim
+    states = groups * state_dim
     channels = width + 2 * states
     return ScanShape(
         heads,
@@ -305,7 +318,8 @@ def _launches() -> Iterator[tuple[str, Launch]]:
 
 
 def _of_model(shape: ScanShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    kind, absent = f"*{TRITON_TYPES[dtype]}", ("scalars", "offset", "skip") if shape.tail == 0 else ()
+    kind = f"*{TRITON_TYPES[dtype]}"
+    absent = ("scalars", "offset", "skip") if shape.tail == 0 else ()
     everything = {
         **dict.fromkeys(("qkv", "scalars", "scores", "out"), kind),
         **dict.fromkeys(("rate", "offset", "skip", "states"), "*fp32"),

@@ -46,7 +46,8 @@ def selective_scan(
     for rows, block, before in step.sequences():
         wide = v[rows].float()
         sizes = F.softplus(chosen.size[rows].float() + weights.offset)
-        b, c = chosen.b[rows].float()[None], chosen.c[rows].float()[None]
+        b = chosen.b[rows].float()[None]
+        c = chosen.c[rows].float()[None]
         rate = -weights.rate.exp()
         mixed, after = scan(wide[None], sizes[None], b, c, rate, before[tail:].view(1, channels, states))
         out[rows] = ((mixed[0] + weights.skip * wide) * F.silu(gate[rows].float())).to(v.dtype)

@@ -67,14 +67,18 @@ def step(
     C: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, E: tl.constexpr, TAIL: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, BLOCK_C channels): the recurrence for one token, in place."""
-    token, lane = tl.program_id(0), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    channel, inside = tl.arange(0, WIDTH), lane < C
-    row, kept = token.to(tl.int64), channel < K
+    token = tl.program_id(0)
+    lane = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    channel = tl.arange(0, WIDTH)
+    inside = lane < C
+    row = token.to(tl.int64)
+    kept = channel < K
     kv_len = tl.load(kv_lens + token)
     if kv_len == 0:
         tl.store(out + row * C + lane, tl.zeros([BLOCK_C], out.dtype.element_ty), inside)
         return
-    mask, at = inside[:, None] & kept[None, :], lane[:, None] * K + channel[None, :]
+    mask = inside[:, None] & kept[None, :]
+    at = lane[:, None] * K + channel[None, :]
     block = tl.load(tables + row * table_stride).to(tl.int64)
     state = tl.load(states + block * E + TAIL + at, mask & (kv_len > 1), 0.0)
     rates = -tl.exp(tl.load(rate + at, mask, 0.0))
@@ -92,7 +96,8 @@ def _chunk(chunks, query_start, CHUNK: tl.constexpr):
     A place is of no other chunk, and follows that of the chunk before in the sequence.
     """
     chunk = chunks + 2 * tl.program_id(0)
-    sequence, first = tl.load(chunk), tl.load(chunk + 1)
+    sequence = tl.load(chunk)
+    first = tl.load(chunk + 1)
     begin = tl.load(query_start + sequence) + first
     count = tl.minimum(tl.load(query_start + sequence + 1) - begin, CHUNK)
     return begin.to(tl.int64), count, (begin // CHUNK + sequence).to(tl.int64)
@@ -104,13 +109,17 @@ def chunk_states(
     C: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, BLOCK_C channels): the state after the chunk from a state of zeros, and the sum of its sizes."""
-    lane, channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, WIDTH)
-    inside, kept = lane < C, channel < K
+    lane = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    channel = tl.arange(0, WIDTH)
+    inside = lane < C
+    kept = channel < K
     begin, count, place = _chunk(chunks, query_start, CHUNK)
-    mask, at = inside[:, None] & kept[None, :], lane[:, None] * K + channel[None, :]
+    mask = inside[:, None] & kept[None, :]
+    at = lane[:, None] * K + channel[None, :]
     rates = -tl.exp(tl.load(rate + at, mask, 0.0))
     offsets = tl.load(offset + lane, inside, 0.0)
-    state, total = tl.zeros([BLOCK_C, WIDTH], tl.float32), tl.zeros([BLOCK_C], tl.float32)
+    state = tl.zeros([BLOCK_C, WIDTH], tl.float32)
+    total = tl.zeros([BLOCK_C], tl.float32)
     for index in range(0, count):
         state, _, by = _write(
             state, v, size, b, begin + index, lane, inside, channel, kept, rates, offsets, bc_stride, C
@@ -128,9 +137,11 @@ def pass_states(
 ):  # fmt: skip
     """Program (sequence, BLOCK_C channels): replace what each chunk adds by the state before it."""
     sequence = tl.program_id(0) + first_sequence
-    lane, channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, WIDTH)
+    lane = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    channel = tl.arange(0, WIDTH)
     inside = lane < C
-    mask, at = inside[:, None] & (channel < K)[None, :], lane[:, None] * K + channel[None, :]
+    mask = inside[:, None] & (channel < K)[None, :]
+    at = lane[:, None] * K + channel[None, :]
     begin = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - begin
     block = tl.load(tables + sequence.to(tl.int64) * table_stride).to(tl.int64)
@@ -139,7 +150,8 @@ def pass_states(
     for first in range(0, count, CHUNK):
         place = ((begin + first) // CHUNK + sequence).to(tl.int64)
         here = kept_states + place * (C * K) + at
-        added, total = tl.load(here, mask, 0.0), tl.load(totals + place * C + lane, inside, 0.0)
+        added = tl.load(here, mask, 0.0)
+        total = tl.load(totals + place * C + lane, inside, 0.0)
         tl.store(here, state, mask)
         state = tl.exp(rates * total[:, None]) * state + added
     tl.store(states + block * E + TAIL + at, state, mask)
@@ -151,12 +163,16 @@ def outputs(
     C: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, BLOCK_C channels): the outputs of the chunk from the state before it."""
-    lane, channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, WIDTH)
-    inside, kept = lane < C, channel < K
+    lane = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    channel = tl.arange(0, WIDTH)
+    inside = lane < C
+    kept = channel < K
     begin, count, place = _chunk(chunks, query_start, CHUNK)
-    mask, at = inside[:, None] & kept[None, :], lane[:, None] * K + channel[None, :]
+    mask = inside[:, None] & kept[None, :]
+    at = lane[:, None] * K + channel[None, :]
     rates = -tl.exp(tl.load(rate + at, mask, 0.0))
-    offsets, skips = tl.load(offset + lane, inside, 0.0), tl.load(skip + lane, inside, 0.0)
+    offsets = tl.load(offset + lane, inside, 0.0)
+    skips = tl.load(skip + lane, inside, 0.0)
     state = tl.load(kept_states + place * (C * K) + at, mask, 0.0)
     for index in range(0, count):
         row = begin + index
@@ -180,9 +196,12 @@ def _constants(kernel: Any, channels: int, states: int, elements: int) -> dict[s
 
 def launch(v: Tensor, gate: Tensor, chosen: Selection, batch: StateStep, weights: SelectiveWeights) -> Tensor:
     """Return the gated outputs [T, C]; replace the states."""
-    (channels, states), out = weights.rate.shape, torch.empty_like(v)
+    channels, states = weights.rate.shape
+    out = torch.empty_like(v)
     shape = channels, states, batch.states.shape[1]
-    parts, table_stride, first = triton.cdiv(channels, CHANNELS), batch.tables.stride(0), batch.num_decodes
+    parts = triton.cdiv(channels, CHANNELS)
+    table_stride = batch.tables.stride(0)
+    first = batch.num_decodes
     sides = v, chosen.size, chosen.b
     small = weights.rate, weights.offset, weights.skip
     strides = row_stride(chosen.b), row_stride(gate)
@@ -203,8 +222,10 @@ def launch(v: Tensor, gate: Tensor, chosen: Selection, batch: StateStep, weights
         )
     if batch.chunks is None:
         return out
-    places, like = len(v) // CHUNK + len(batch.kv_lens), {"dtype": torch.float32, "device": v.device}
-    kept, totals = torch.empty(places, channels, states, **like), torch.empty(places, channels, **like)
+    places = len(v) // CHUNK + len(batch.kv_lens)
+    like = {"dtype": torch.float32, "device": v.device}
+    kept = torch.empty(places, channels, states, **like)
+    totals = torch.empty(places, channels, **like)
     spans = batch.query_start, batch.chunks
     chunk_states[(len(batch.chunks), parts)](
         *sides,

@@ -17,7 +17,9 @@ IN_PROMPT = tl.constexpr(1 << 30)
 
 def penalise(logits, history, packed):
     """Count every known token of a row, then update its logits."""
-    length, vocab, count = history.shape[1], logits.shape[1], packed.shape[1]
+    length = history.shape[1]
+    vocab = logits.shape[1]
+    count = packed.shape[1]
     counts = torch.zeros((count, vocab), dtype=torch.int32, device=logits.device)
     count_tokens[(count, triton.cdiv(length, BLOCK))](
         history, packed, counts, count, LENGTH=length, VOCAB=vocab, BLOCK=BLOCK, num_warps=WARPS
@@ -28,13 +30,16 @@ def penalise(logits, history, packed):
 
 
 def add(logits, packed):
-    (rows, vocab), count = logits.shape, packed.shape[1]
+    rows, vocab = logits.shape
+    count = packed.shape[1]
     add_values[(triton.cdiv(count, BLOCK),)](logits, packed, rows, count, VOCAB=vocab, BLOCK=BLOCK, num_warps=WARPS)
 
 
 def ban_words(logits, history, words, heads):
     """One program per word."""
-    (rows, vocab), count, tokens = logits.shape, words.shape[1], heads.shape[1]
+    rows, vocab = logits.shape
+    count = words.shape[1]
+    tokens = heads.shape[1]
     ban_word[(count,)](
         logits,
         history,
@@ -60,8 +65,10 @@ def mask(logits, sequences, bits):
 @triton.jit(do_not_specialize=["count"])
 def count_tokens(history, packed, counts, count, LENGTH: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Count how often each token of a block of history was generated; mark those in the prompt."""
-    column, block = tl.program_id(0), tl.program_id(1)
-    prompt, known = tl.load(packed + 2 * count + column), tl.load(packed + 3 * count + column)
+    column = tl.program_id(0)
+    block = tl.program_id(1)
+    prompt = tl.load(packed + 2 * count + column)
+    known = tl.load(packed + 3 * count + column)
     if block * BLOCK < known:
         position = block * BLOCK + tl.arange(0, BLOCK)
         row = tl.load(packed + count + column).to(tl.int64)

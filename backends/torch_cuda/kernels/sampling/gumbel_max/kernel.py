@@ -76,7 +76,8 @@ def best_of_block(
     logits, keys, temperature, floor, values, ids, VOCAB: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Write the largest value of a block of a row, with noise, and its token."""
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * VOCAB + token, mask=token < VOCAB, other=float("-inf"))
     hot = tl.load(temperature + row)

@@ -20,7 +20,8 @@ def launch(logits, targets, best, normalise):
     masses = torch.empty_like(peaks)
     better = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
     own = torch.empty((rows, 1), dtype=torch.float32, device=logits.device)
-    top, mass = torch.empty_like(own), torch.empty_like(own)
+    top = torch.empty_like(own)
+    mass = torch.empty_like(own)
     ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
         blocks[(rows, splits)](
@@ -42,7 +43,8 @@ def launch(logits, targets, best, normalise):
             num_warps=JOIN_WARPS,
         )
     values, ids = logits.topk(best, dim=-1)
-    ids, values = torch.cat([targets[:, None], ids.to(torch.int32)], 1), torch.cat([own, values], 1)
+    ids = torch.cat([targets[:, None], ids.to(torch.int32)], 1)
+    values = torch.cat([own, values], 1)
     # In this order for accuracy: logits may be far larger than their differences.
     return ids, (values - top) - mass.log() if normalise else values, ranks
 
@@ -50,7 +52,8 @@ def launch(logits, targets, best, normalise):
 @triton.jit
 def blocks(logits, targets, peaks, masses, better, VOCAB: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """Write a block's largest logit, its sum of exp(logit - largest), and how many logits exceed the target's."""
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
     logits += row * VOCAB
     x = tl.load(logits + token, mask=token < VOCAB, other=float("-inf"))
@@ -81,7 +84,8 @@ def join(
     """Write a row's target logit, largest logit, sum of exp(logit - largest), and the target's rank."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, PADDED)
-    here, at = split < SPLITS, row * SPLITS + split
+    here = split < SPLITS
+    at = row * SPLITS + split
     peak = tl.load(peaks + at, mask=here, other=float("-inf"))
     best = tl.max(peak, 0)
     tl.store(top + row, best)

@@ -33,8 +33,10 @@ def top_k_top_p(
 def top_k_top_p_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """By sorting."""
     vocab = logits.shape[1]
-    random, nothing = temperature > 0, torch.full_like(temperature, -torch.inf)
-    few, nucleus = random & (top_k > 0), random & (top_p < 1)
+    random = temperature > 0
+    nothing = torch.full_like(temperature, -torch.inf)
+    few = random & (top_k > 0)
+    nucleus = random & (top_p < 1)
     hot = torch.where(random, temperature, 1.0)
     values = logits.sort(-1, descending=True).values
     best = values[:, 0]

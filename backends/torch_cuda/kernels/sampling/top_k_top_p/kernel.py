@@ -29,7 +29,8 @@ TILE = 128
 """Groups per iteration of a pass."""
 LISTED = 1024
 """Groups per iteration of the listing."""
-SUMMARY_WARPS, ROW_WARPS = 4, 16
+SUMMARY_WARPS = 4
+ROW_WARPS = 16
 RULES = ["temperature", "top_k", "top_p", "min_p"]
 """Rows of one packed array, whose alignment depends on the batch size and must not cause a recompile."""
 
@@ -108,9 +109,13 @@ def search_row(
 ):
     """Write the threshold of one row."""
     row = tl.program_id(0).to(tl.int64)
-    hot, share = tl.load(temperature + row), tl.load(min_p + row)
-    k, p = tl.load(top_k + row), tl.load(top_p + row)
-    few, nucleus, relative = (hot > 0) & (k > 0), (hot > 0) & (p < 1), (hot > 0) & (share > 0)
+    hot = tl.load(temperature + row)
+    share = tl.load(min_p + row)
+    k = tl.load(top_k + row)
+    p = tl.load(top_p + row)
+    few = (hot > 0) & (k > 0)
+    nucleus = (hot > 0) & (p < 1)
+    relative = (hot > 0) & (share > 0)
     floor = tl.full((), float("-inf"), tl.float32)
     if few | nucleus | relative:
         peaks += row * GROUPS
@@ -196,7 +201,9 @@ def search(
 
     low: leaves `mass`; if that is not enough, it is returned.
     """
-    high, over, passes = best, tl.full((), 0.0, tl.float32), 0
+    high = best
+    over = tl.full((), 0.0, tl.float32)
+    passes = 0
     # Dropping the smallest value kept removes at least this.
     unit = tl.where(by_mass, tl.exp((low - best) * cold), 1.0)
     while (passes < MAX_PASSES) & (low < high) & (mass - unit >= target):
@@ -204,7 +211,8 @@ def search(
         more, above_s, below_s, less, above_t, below_t = measure(
             values, listed, groups, s, t, by_mass, best, cold, COUNT, GROUP, BLOCK, LISTED
         )
-        s_leaves, t_leaves = more >= target, less >= target
+        s_leaves = more >= target
+        t_leaves = less >= target
         low = tl.where(t_leaves, above_t, tl.where(s_leaves, above_s, low))
         mass = tl.where(t_leaves, less, tl.where(s_leaves, more, mass))
         high = tl.where(t_leaves, high, tl.where(s_leaves, below_t, below_s))
@@ -226,7 +234,8 @@ def guesses(low, mass, high, over, target, passes):
     halves = (low == float("-inf")) | (passes % 4 == 3)
     s = tl.where(passes < 3, low + width / 3, low + width * (share - AROUND))
     t = tl.where(passes < 3, low + width * (2 / 3), low + width * (share + AROUND))
-    s, t = tl.where(halves, middle, s), tl.where(halves, halfway(middle, high), t)
+    s = tl.where(halves, middle, s)
+    t = tl.where(halves, halfway(middle, high), t)
     t = tl.minimum(t, high)
     t = tl.where(t > low, t, high)
     return tl.where((s > low) & (s < t), s, t), t
@@ -235,7 +244,8 @@ def guesses(low, mass, high, over, target, passes):
 @triton.jit
 def halfway(low, high):
     """Return the mean of two float32 as ordered integers."""
-    a, b = ordered(low.to(tl.int32, bitcast=True)), ordered(high.to(tl.int32, bitcast=True))
+    a = ordered(low.to(tl.int32, bitcast=True))
+    b = ordered(high.to(tl.int32, bitcast=True))
     return ordered((a & b) + ((a ^ b) >> 1)).to(tl.float32, bitcast=True)  # without overflow
 
 
@@ -264,15 +274,12 @@ def measure(
 
     One pass over the (listed) groups of COUNT values.
     """
-    more, less = tl.zeros((BLOCK, GROUP), tl.float32), tl.zeros((BLOCK, GROUP), tl.float32)
-    above_s, above_t = (
-        tl.full((BLOCK, GROUP), float("inf"), tl.float32),
-        tl.full((BLOCK, GROUP), float("inf"), tl.float32),
-    )
-    below_s, below_t = (
-        tl.full((BLOCK, GROUP), float("-inf"), tl.float32),
-        tl.full((BLOCK, GROUP), float("-inf"), tl.float32),
-    )
+    more = tl.zeros((BLOCK, GROUP), tl.float32)
+    less = tl.zeros((BLOCK, GROUP), tl.float32)
+    above_s = tl.full((BLOCK, GROUP), float("inf"), tl.float32)
+    above_t = tl.full((BLOCK, GROUP), float("inf"), tl.float32)
+    below_s = tl.full((BLOCK, GROUP), float("-inf"), tl.float32)
+    below_t = tl.full((BLOCK, GROUP), float("-inf"), tl.float32)
     for start in range(0, groups, BLOCK):
         group = start + tl.arange(0, BLOCK)
         here = group < groups
