@@ -1,6 +1,6 @@
 """Many replicas behind routers: which replica serves a request, and how long requests take.
 
-    requests in order of arrival -> router -> replica (replica.py), advanced no further than the router must know
+    requests in order of arrival -> router -> replica (cluster_replica.py), run only as far as the router must know
 
 A router sees what it has sent and what has ended, at the time of each arrival. Several routers have a share of the
 replicas each, know nothing of one another, and get the requests in turn, those with a prefix by its number; each is
@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.backends.simulated.replica import NO_PREFIX, Replica, ReplicaLimits, RequestArrays, RequestProgress
+from pagoda.backends.simulated.cluster_replica import NO_PREFIX, Replica, ReplicaLimits, RequestArrays, RequestProgress
 from pagoda.backends.simulated.step_time import StepTimeModel
 from pagoda.common.engine.workload.capacity import RoutingPolicy
 

@@ -1,6 +1,7 @@
 """The limits and the load with which one engine serves a workload best, and how many engines a load needs.
 
-The search runs replicas (replica.py), which take milliseconds; `pagoda plan` then runs what it found by the scheduler.
+The search runs replicas (cluster_replica.py), which take milliseconds; `pagoda plan` then runs what it found by the
+scheduler.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import numpy as np
 from pagoda.backends.simulated.accelerator import MEMORY_SHARES
 from pagoda.backends.simulated.backend import create, open_device
 from pagoda.backends.simulated.cluster import Cluster
+from pagoda.backends.simulated.cluster_replica import ReplicaLimits, RequestArrays
 from pagoda.backends.simulated.hardware import CHIPS, EFFICIENCY, find_chip
-from pagoda.backends.simulated.replica import ReplicaLimits, RequestArrays
 from pagoda.backends.simulated.step_time import StepLoad, StepTimeModel
 from pagoda.common.backend import BackendOptions, MemoryPlan
 from pagoda.common.engine.kv_cache.sizing import max_concurrency

@@ -25,7 +25,7 @@ import numpy as np
 
 from pagoda.backends.simulated.backend import create, open_device
 from pagoda.backends.simulated.cluster import Cluster, ClusterResult
-from pagoda.backends.simulated.replica import NO_PREFIX, ReplicaLimits, RequestArrays
+from pagoda.backends.simulated.cluster_replica import NO_PREFIX, ReplicaLimits, RequestArrays
 from pagoda.common.backend import BackendOptions
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig

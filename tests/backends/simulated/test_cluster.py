@@ -10,7 +10,7 @@ from support.engines.simulated_engines import make_options, read_spec
 
 from pagoda.backends.simulated.backend import open_device
 from pagoda.backends.simulated.cluster import Cluster, ClusterResult
-from pagoda.backends.simulated.replica import ReplicaLimits, RequestArrays
+from pagoda.backends.simulated.cluster_replica import ReplicaLimits, RequestArrays
 from pagoda.common.engine.workload.capacity import RoutingPolicy
 
 OPTIONS = make_options(read_spec("llama-3.1-8b"))

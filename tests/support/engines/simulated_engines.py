@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pagoda.backends.simulated.backend import create
-from pagoda.backends.simulated.replica import Replica, ReplicaLimits, RequestArrays, RequestProgress
+from pagoda.backends.simulated.cluster_replica import Replica, ReplicaLimits, RequestArrays, RequestProgress
 from pagoda.backends.simulated.step_time import StepTimeModel
 from pagoda.common.backend import BackendOptions
 from pagoda.common.config.engine import Limits

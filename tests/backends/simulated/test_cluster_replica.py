@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.engines.simulated_engines import by_replica, by_scheduler, make_options, read_spec
 
-from pagoda.backends.simulated.replica import RequestArrays
+from pagoda.backends.simulated.cluster_replica import RequestArrays
 
 SPEC = read_spec("llama-3.1-8b")
 

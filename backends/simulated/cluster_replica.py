@@ -5,7 +5,8 @@ order of arrival, then waiting requests while rows, tokens and blocks last; the 
 blocks; the plan of a step is made when the step before it starts. Steps in which nothing but contexts changes are taken
 together: their times grow evenly, so that the first and the last give the sum. The prefix cache holds shared prefixes
 by number, and of sequences that were preempted what they had. How far this is from the scheduler itself is measured
-(docs/guides/capacity-planning.md).
+(docs/guides/capacity-planning.md). The scheduler, even if the steps that it skips cost nothing, takes 20 times as long
+per request as a replica (780 us, 35 us), which is why there are both.
 """
 
 from __future__ import annotations
