@@ -19,7 +19,7 @@ from pagoda.common.engine.core import EngineCore, GenerationScheduler, MakeSched
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.lora.adapter import Adapter, AdapterLoad
-from pagoda.common.engine.lora.slots import AdapterSlots
+from pagoda.common.engine.lora.slots import SchedulerAdapters
 from pagoda.common.engine.lora.store import AdapterStore
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs, total_stats
 from pagoda.common.engine.scheduling.request import Request
@@ -54,9 +54,10 @@ class ShardedScheduler:
         self._shard_of: dict[str, EngineShard] = {}  # unfinished requests
         schedulers = [shard.scheduler for shard in shards]
         self._adapted = [each for each in schedulers if isinstance(each, Scheduler) and each.adapters is not None]
-        for scheduler in self._adapted[1:]:
-            assert self.adapters is not None
-            scheduler.share_adapters(self.adapters)
+        if self.adapters is not None:
+            for scheduler in self._adapted:
+                if scheduler.adapters is not None:
+                    scheduler.adapters.share(self.adapters.slots)
 
     def add(self, request: EngineRequest, mask_state: TokenMaskState | None = None) -> None:
         """Queue a request in a shard. Raises RequestError naming the field if it can never run."""
@@ -76,8 +77,8 @@ class ShardedScheduler:
     # Adapters.
 
     @property
-    def adapters(self) -> AdapterSlots | None:
-        """The slots of all shards; None without LoRA adapters."""
+    def adapters(self) -> SchedulerAdapters | None:
+        """The adapters of the first shard, with the slots of all; None without LoRA adapters."""
         return self._adapted[0].adapters if self._adapted else None
 
     def fail_adapter(self, adapter: Adapter, error: RequestError) -> list[EngineOutput]:
@@ -154,7 +155,7 @@ class ShardedScheduler:
         for shard in self.shards:
             shard.scheduler.check_integrity()
         if self.adapters is not None:
-            self.adapters.check_integrity(request for each in self._adapted for request in each.running)
+            self.adapters.slots.check_integrity(request for each in self._adapted for request in each.running)
         in_shards = sum(shard.scheduler.num_unfinished for shard in self.shards)
         if in_shards != len(self._shard_of):
             raise RuntimeError(f"the shards have {in_shards} requests, {len(self._shard_of)} were assigned to them")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Any, Final
@@ -17,20 +17,21 @@ from pagoda.common.engine.incident.snapshot import (
     Event,
     GroupSpec,
     GroupTable,
-    InFlight,
+    InFlightRecord,
     KvShape,
     PlanDetail,
     Planned,
-    PoolState,
+    PoolRecord,
     Reported,
-    RequestState,
-    SchedulerState,
+    RequestRecord,
+    SchedulerRecord,
 )
+from pagoda.common.engine.kv_cache.block_pool import BlockPoolState
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.scheduling.request import Request
-from pagoda.common.engine.scheduling.scheduler import Scheduler
+from pagoda.common.engine.scheduling.scheduler import InFlightStep, Scheduler
 from pagoda.common.engine.steps.contract import StepPlan
 from pagoda.common.models.mixers.caches import StateCache, WindowCache
 
@@ -44,12 +45,6 @@ SEGMENT_EVENTS: Final = 16_384
 
 NUM_PLANS: Final = 8
 """Newest plans that are kept whole."""
-
-ROW_ARRAYS: Final = (
-    *("computed", "total", "prefill_end", "limit", "token_cost", "capacity", "newest", "inflight", "drafts_inflight"),
-    *("drafts_from", "num_drafts", "num_guesses", "next_page", "epoch"),
-)
-"""Arrays of RunningBatch that a snapshot has."""
 
 
 @dataclass(slots=True)
@@ -147,7 +142,7 @@ class Journal:
             entry.finished = {each.request_id: each.finish_reason for each in outputs.outputs if each.finish_reason}
         return outputs
 
-    def state(self, *, tokens: bool = False) -> tuple[SchedulerState, list[Event], list[PlanDetail], KvShape]:
+    def state(self, *, tokens: bool = False) -> tuple[SchedulerRecord, list[Event], list[PlanDetail], KvShape]:
         """Return the oldest state kept, the events since, the last plans and the KV cache's shape."""
         key = secrets.token_bytes(32)  # not kept, so that digests say nothing about tokens
 
@@ -155,7 +150,7 @@ class Journal:
             return blake2b(digest, digest_size=12, key=key).hexdigest()
 
         segments = [each for each in (self._before, self._segment) if each is not None]
-        first = segments[0].start.state(keyed, tokens=tokens)
+        first = segments[0].start.record(keyed, tokens=tokens)
         entries = [entry for segment in segments for entry in tuple(segment.entries)]
         events = [_event(entry, keyed, tokens=tokens) for entry in entries]
         return first, events, [_detail(plan) for plan in tuple(self._plans)], self._kv_shape()
@@ -177,72 +172,64 @@ class Journal:
 
 Keyed = Callable[[bytes], str]
 
-_LISTS: Final = ("next", "prev", "refs", "reserved", "released_at")
-
 
 class _Captured:
     """A copy of a scheduler's state that shares what never changes: prompts, digests, plans. Taken in milliseconds."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        batch = scheduler._batch
-        self._requests = [(each, _Values.of(each)) for each in scheduler._requests.values()]
-        self._pools = [(pool.capture(), dict(copies)) for pool, copies in zip(scheduler.kv.pools, scheduler.kv._copies)]
-        self._rows = {name: getattr(batch, name).copy() for name in ROW_ARRAYS}
-        self._free = list(batch._free)
-        self._epochs = batch._epochs
-        self._in_flight = list(scheduler._in_flight)
-        self._served, self._rows_given = ({}, 0) if scheduler._fair is None else scheduler._fair.served()
-        self._lacks_blocks = scheduler._lacks_blocks
-        self._prefills = scheduler._prefills
-        self._added = scheduler._added
-        self._steps = scheduler._steps
-        self._preemptions = scheduler._preemptions
+        self._state = scheduler.state()
+        self._requests = [(request, _Values.of(request)) for request in self._state.requests]
 
-    def state(self, keyed: Keyed, *, tokens: bool) -> SchedulerState:
+    def record(self, keyed: Keyed, *, tokens: bool) -> SchedulerRecord:
         """Return it as part of a snapshot."""
-        in_flight = [
-            InFlight(
-                each.plan.step,
-                each.plan.rows.tolist(),
-                each.plan.samples.tolist(),
-                each.plan.query_start.tolist(),
-                each.plan.context.tolist(),
-                [request.request_id for request in each.requests],
-                each.epochs.tolist(),
-                each.prompt_tokens,
-            )
-            for each in self._in_flight
-        ]
-        known = {request.request_id for request, _ in self._requests}
-        ended = [(each, _Values.of(each)) for step in self._in_flight for each in step.requests]
-        requests = self._requests + [pair for pair in ended if pair[0].request_id not in known]
-        return SchedulerState(
-            requests=[values.state(request, keyed, tokens=tokens) for request, values in requests],
-            pools=[_pool(*each, keyed) for each in self._pools],
-            rows={name: values.tolist() for name, values in self._rows.items()},
-            free_rows=self._free,
-            epochs=self._epochs,
-            in_flight=in_flight,
-            served=self._served,
-            rows_given=self._rows_given,
-            lacks_blocks=self._lacks_blocks,
-            prefills=self._prefills,
-            added=self._added,
-            steps=self._steps,
-            preemptions=self._preemptions,
+        state = self._state
+        counts = state.counts
+        fairness = state.fairness
+        unfinished = {request.request_id for request in state.requests}
+        ended = [(request, _Values.of(request)) for step in state.in_flight for request in step.requests]
+        requests = self._requests + [pair for pair in ended if pair[0].request_id not in unfinished]
+        return SchedulerRecord(
+            requests=[values.record(request, keyed, tokens=tokens) for request, values in requests],
+            pools=[_pool(pool, copies, keyed) for pool, copies in zip(state.kv.pools, state.kv.copies)],
+            rows={name: values.tolist() for name, values in state.batch.rows.items()},
+            free_rows=list(state.batch.free_rows),
+            epochs=state.batch.epochs,
+            in_flight=[_in_flight(step) for step in state.in_flight],
+            served={} if fairness is None else dict(fairness.served),
+            rows_given=0 if fairness is None else fairness.rows_given,
+            lacks_blocks=fairness is not None and fairness.lacks_blocks,
+            prefills=state.prefills,
+            added=counts.added,
+            steps=counts.steps,
+            preemptions=counts.preemptions,
         )
 
 
-def _pool(captured: dict[str, Any], copies: dict[int, int], keyed: Keyed) -> PoolState:
-    values = dict(captured)
-    keys = values.pop("keys")
-    pages = {block: (keyed(key[0]), key[1]) for block, key in enumerate(keys) if key is not None}
-    return PoolState(
-        pages=pages,
-        copies=copies,
-        **{name: list(each) for name, each in values.items() if name in _LISTS},
-        num_free=values["num_free"],
-        clock=values["clock"],
+def _in_flight(step: InFlightStep) -> InFlightRecord:
+    plan = step.plan
+    return InFlightRecord(
+        step=plan.step,
+        rows=plan.rows.tolist(),
+        samples=plan.samples.tolist(),
+        query_start=plan.query_start.tolist(),
+        context=plan.context.tolist(),
+        request_ids=[request.request_id for request in step.requests],
+        epochs=step.epochs.tolist(),
+        prompt_tokens=step.prompt_tokens,
+    )
+
+
+def _pool(pool: BlockPoolState, copies: Mapping[int, int], keyed: Keyed) -> PoolRecord:
+    return PoolRecord(
+        num_free=pool.num_free,
+        next=list(pool.next),
+        prev=list(pool.prev),
+        refs=list(pool.refs),
+        reserved=list(pool.reserved),
+        released_at=list(pool.released_at),
+        clock=pool.clock,
+        pages={block: (keyed(key[0]), key[1]) for block, key in enumerate(pool.keys) if key is not None},
+        copies=dict(copies),
     )
 
 
@@ -279,8 +266,8 @@ class _Values:
             ),
         )
 
-    def state(self, request: Request, keyed: Keyed, *, tokens: bool) -> RequestState:
-        return RequestState(
+    def record(self, request: Request, keyed: Keyed, *, tokens: bool) -> RequestRecord:
+        return RequestRecord(
             request_id=request.request_id,
             num_prompt=len(request.prompt),
             num_outputs=self.num_outputs,

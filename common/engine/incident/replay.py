@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,21 +14,25 @@ from pagoda.common.engine.incident.snapshot import (
     Added,
     Cleared,
     Event,
+    GroupTable,
+    InFlightRecord,
     KvShape,
     PlanDetail,
     Planned,
-    PoolState,
+    PoolRecord,
     Reported,
-    RequestState,
-    SchedulerState,
+    RequestRecord,
+    SchedulerRecord,
     Snapshot,
 )
-from pagoda.common.engine.kv_cache.manager import KvManager
+from pagoda.common.engine.kv_cache.block_pool import BlockPoolState
+from pagoda.common.engine.kv_cache.manager import KvManager, KvState
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling.rules import SamplingRules
-from pagoda.common.engine.scheduling.request import NO_ROW, GroupBlocks, Request, RequestStatus
-from pagoda.common.engine.scheduling.scheduler import Scheduler, _InFlightStep
+from pagoda.common.engine.scheduling.fair_queue import FairState
+from pagoda.common.engine.scheduling.request import BatchState, GroupBlocks, Request, RequestStatus
+from pagoda.common.engine.scheduling.scheduler import InFlightStep, Scheduler, SchedulerCounts, SchedulerState
 from pagoda.common.engine.steps.contract import StepPlan, StepResult
 from pagoda.common.errors import RequestError
 from pagoda.common.models.mixers.caches import CacheSpec, FullCache, StateCache, WindowCache
@@ -56,7 +60,7 @@ class Replay:
         self._snapshot = snapshot
         self.scheduler = restored(snapshot, snapshot.state, snapshot.kv)
         self._details = {plan.step: plan for plan in snapshot.plans}
-        self._plans: deque[StepPlan] = deque(step.plan for step in self.scheduler._in_flight)
+        self._plans: deque[StepPlan] = deque(step.plan for step in self.scheduler.in_flight)
 
     def recorded(self) -> Iterator[ReplayedCall]:
         """Repeat the recorded calls. Ends at the first difference, or when the scheduler raises."""
@@ -125,7 +129,7 @@ class Replay:
     def _report(self, finished: dict[str, str]) -> str:
         """Apply the result of the oldest step, in which these requests finish. Returns the difference."""
         plan = self._plans.popleft()
-        requests = self.scheduler._in_flight[0].requests
+        requests = self.scheduler.in_flight[0].requests
         tokens = np.where(plan.samples, TOKEN, -1).astype(np.int32)
         for index, request in enumerate(requests):
             if finished.get(request.request_id) in ("stop", "error") and plan.samples[index]:
@@ -175,7 +179,7 @@ def _detail_difference(plan: StepPlan, detail: PlanDetail) -> str:
 # From the state in a file to a scheduler.
 
 
-def restored(snapshot: Snapshot, state: SchedulerState, shape: KvShape) -> Scheduler:
+def restored(snapshot: Snapshot, record: SchedulerRecord, shape: KvShape) -> Scheduler:
     """Return a scheduler in the state of the file."""
     limits = snapshot.limits
     kv = KvManager(
@@ -188,50 +192,47 @@ def restored(snapshot: Snapshot, state: SchedulerState, shape: KvShape) -> Sched
         prefers_extents=shape.extents,
     )
     scheduler = Scheduler(limits, kv)
-    for pool, each, copies in zip(kv.pools, state.pools, kv._copies):
-        pool.restore(_pool_state(each))
-        copies.update(each.copies)
-    requests = {each.request_id: _request(each) for each in state.requests}
-    _restore_rows(scheduler, state, requests)
-    _restore_queues(scheduler, requests.values(), state)
-    for step in state.in_flight:
-        plan = _plan(step.step, step.rows, step.samples, step.query_start, step.context)
-        own = [requests[request_id] for request_id in step.request_ids]
-        scheduler._in_flight.append(_InFlightStep(plan, own, np.array(step.epochs, np.int64), step.prompt_tokens))
-    scheduler._lacks_blocks = state.lacks_blocks
-    scheduler._prefills = state.prefills
-    scheduler._added = state.added
-    scheduler._steps = state.steps
-    scheduler._preemptions = state.preemptions
+    scheduler.restore(_scheduler_state(record))
     return scheduler
 
 
-def _restore_rows(scheduler: Scheduler, state: SchedulerState, requests: dict[str, Request]) -> None:
-    batch = scheduler._batch
-    for name, values in state.rows.items():
-        getattr(batch, name)[:] = values
-    batch._free = list(state.free_rows)
-    batch._epochs = state.epochs
-    for request in requests.values():
-        if request.row == NO_ROW:
-            continue
-        batch.request[request.row] = request
-        for table, group in zip(scheduler.kv._tables, request.groups):
-            table[request.row, : len(group.table)] = group.table
+def _scheduler_state(record: SchedulerRecord) -> SchedulerState:
+    requests = {each.request_id: _request(each) for each in record.requests}
+    return SchedulerState(
+        requests=tuple(request for request in requests.values() if not request.is_finished),
+        in_flight=tuple(_in_flight(step, requests) for step in record.in_flight),
+        batch=BatchState(
+            rows={name: np.array(values) for name, values in record.rows.items()},
+            free_rows=record.free_rows,
+            epochs=record.epochs,
+        ),
+        kv=KvState(
+            pools=tuple(_pool_state(pool) for pool in record.pools),
+            copies=tuple(pool.copies for pool in record.pools),
+        ),
+        counts=SchedulerCounts(added=record.added, steps=record.steps, preemptions=record.preemptions),
+        prefills=record.prefills,
+        fairness=FairState(record.served, record.rows_given, record.lacks_blocks),
+    )
 
 
-def _restore_queues(scheduler: Scheduler, requests: Iterable[Request], state: SchedulerState) -> None:
-    unfinished = sorted((each for each in requests if not each.is_finished), key=lambda each: each.rank)
-    for request in unfinished:
-        scheduler._requests[request.request_id] = request
-        if request.status is RequestStatus.RUNNING:
-            scheduler.running.append(request)
-            if scheduler._fair is not None:
-                scheduler._fair.start(request)
-        else:
-            scheduler.waiting.push(request)
-    if scheduler._fair is not None:
-        scheduler._fair.restore_served(state.served, state.rows_given)
+def _in_flight(step: InFlightRecord, requests: Mapping[str, Request]) -> InFlightStep:
+    plan = StepPlan(
+        step=step.step,
+        starts=(),
+        rows=np.array(step.rows, np.int32),
+        query_start=np.array(step.query_start, np.int32),
+        context=np.array(step.context, np.int32),
+        token_ids=np.zeros(step.query_start[-1], np.int32),
+        block_tables=(),
+        samples=np.array(step.samples, np.bool_),
+    )
+    return InFlightStep(
+        plan=plan,
+        requests=[requests[request_id] for request_id in step.request_ids],
+        epochs=np.array(step.epochs, np.int64),
+        prompt_tokens=step.prompt_tokens,
+    )
 
 
 def _layout(shape: KvShape) -> KvLayout:
@@ -249,20 +250,20 @@ def _layout(shape: KvShape) -> KvLayout:
     return KvLayout(tuple(groups), shape.block_size, shape.snapshot_tokens)
 
 
-def _pool_state(state: PoolState) -> dict[str, object]:
-    keys: list[tuple[bytes, int] | None] = [None] * len(state.refs)
-    for block, (digest, group) in state.pages.items():
+def _pool_state(record: PoolRecord) -> BlockPoolState:
+    keys: list[tuple[bytes, int] | None] = [None] * len(record.refs)
+    for block, (digest, group) in record.pages.items():
         keys[block] = bytes.fromhex(digest), group
-    return {
-        "num_free": state.num_free,
-        "next": state.next,
-        "prev": state.prev,
-        "keys": keys,
-        "refs": state.refs,
-        "reserved": state.reserved,
-        "released_at": state.released_at,
-        "clock": state.clock,
-    }
+    return BlockPoolState(
+        num_free=record.num_free,
+        next=record.next,
+        prev=record.prev,
+        keys=keys,
+        refs=record.refs,
+        reserved=record.reserved,
+        released_at=record.released_at,
+        clock=record.clock,
+    )
 
 
 def _engine_request(event: Added) -> EngineRequest:
@@ -280,46 +281,38 @@ def _engine_request(event: Added) -> EngineRequest:
     )
 
 
-def _set_up(request: Request, event: Added | RequestState) -> None:
+def _set_up(request: Request, event: Added | RequestRecord) -> None:
     request.hashes = [bytes.fromhex(digest) for digest in event.digests]
     request.token_cost = event.token_cost
 
 
-def _request(state: RequestState) -> Request:
-    """Return a request of the state."""
+def _request(record: RequestRecord) -> Request:
+    """Return a request of the record."""
     plain = EngineRequest(
-        request_id=state.request_id,
-        prompt_token_ids=[TOKEN] * state.num_prompt,
+        request_id=record.request_id,
+        prompt_token_ids=[TOKEN] * record.num_prompt,
         rules=SamplingRules(),
-        max_tokens=max(1, state.limit - state.num_prompt),
+        max_tokens=max(1, record.limit - record.num_prompt),
         stop_token_ids=frozenset({STOP}),
-        skip_reading_prefix_cache=not state.reads_cache,
-        owner=state.owner,
-        group=state.group,
+        skip_reading_prefix_cache=not record.reads_cache,
+        owner=record.owner,
+        group=record.group,
     )
-    request = Request.of(plain, limit=state.limit, rank=tuple(state.rank))
-    _set_up(request, state)
-    request.outputs = [TOKEN] * state.num_outputs
-    request.status = RequestStatus[state.status]
-    request.row = state.row
-    request.resumes_at = state.resumes_at
-    request.tokens = np.full(state.num_row_tokens, TOKEN, np.int32)
-    request.num_registered = state.num_registered
-    request.num_pages = state.num_pages
-    request.num_cached_tokens = state.num_cached_tokens
-    request.num_preemptions = state.num_preemptions
-    request.groups = [GroupBlocks(list(each.table), each.base, range(*each.reserved)) for each in state.tables]
+    request = Request.of(plain, limit=record.limit, rank=tuple(record.rank))
+    _set_up(request, record)
+    request.outputs = [TOKEN] * record.num_outputs
+    request.status = RequestStatus[record.status]
+    request.row = record.row
+    request.resumes_at = record.resumes_at
+    request.tokens = np.full(record.num_row_tokens, TOKEN, np.int32)
+    request.num_registered = record.num_registered
+    request.num_pages = record.num_pages
+    request.num_cached_tokens = record.num_cached_tokens
+    request.num_preemptions = record.num_preemptions
+    request.groups = [_group_blocks(table) for table in record.tables]
     return request
 
 
-def _plan(step: int, rows: list[int], samples: list[bool], query_start: list[int], context: list[int]) -> StepPlan:
-    return StepPlan(
-        step=step,
-        starts=(),
-        rows=np.array(rows, np.int32),
-        query_start=np.array(query_start, np.int32),
-        context=np.array(context, np.int32),
-        token_ids=np.zeros(query_start[-1], np.int32),
-        block_tables=(),
-        samples=np.array(samples, np.bool_),
-    )
+def _group_blocks(record: GroupTable) -> GroupBlocks:
+    start, stop = record.reserved
+    return GroupBlocks(list(record.table), record.base, range(start, stop))

@@ -39,7 +39,7 @@ class KvShape(msgspec.Struct, frozen=True):
     extents: bool
 
 
-class PoolState(msgspec.Struct, frozen=True):
+class PoolRecord(msgspec.Struct, frozen=True):
     """A BlockPool: its lists and arrays, by block."""
 
     num_free: int
@@ -61,7 +61,7 @@ class GroupTable(msgspec.Struct, frozen=True):
     reserved: tuple[int, int]  # first and stop
 
 
-class RequestState(msgspec.Struct, frozen=True, kw_only=True):
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An unfinished request."""
 
     request_id: str
@@ -88,7 +88,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     token_cost: int = 1  # of a step's budget
 
 
-class InFlight(msgspec.Struct, frozen=True):
+class InFlightRecord(msgspec.Struct, frozen=True):
     """A step that was planned, and whose result was not known."""
 
     step: int
@@ -101,15 +101,15 @@ class InFlight(msgspec.Struct, frozen=True):
     prompt_tokens: int
 
 
-class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A scheduler between two of its calls."""
 
-    requests: list[RequestState]
-    pools: list[PoolState]
+    requests: list[RequestRecord]
+    pools: list[PoolRecord]
     rows: dict[str, list[int]]  # arrays of RunningBatch by name, and the numbers of its rows
     free_rows: list[int]
     epochs: int
-    in_flight: list[InFlight]
+    in_flight: list[InFlightRecord]
     served: dict[str, int]  # of the fair queue: when a key last got a row
     rows_given: int
     lacks_blocks: bool
@@ -195,6 +195,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     kv: KvShape | None = None
     stats: EngineStats | None = None
     why_not: str = ""  # why it cannot be replayed
-    state: SchedulerState | None = None
+    state: SchedulerRecord | None = None
     events: list[Event] = []
     plans: list[PlanDetail] = []

@@ -13,8 +13,9 @@ backends read consecutive blocks without a copy. Block 0 is the null block and i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -22,6 +23,20 @@ from pagoda.common.engine.steps.contract import NULL_BLOCK
 
 PageKey = tuple[bytes, int]
 """Digest of a page and the index of its KV group."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPoolState:
+    """The lists and arrays of a pool, by block."""
+
+    num_free: int
+    next: Sequence[int]  # the block after each one in its free list; entries beyond the blocks are heads of lists
+    prev: Sequence[int]  # the block before each one, likewise
+    keys: Sequence[PageKey | None]  # the cached page of each block
+    refs: Sequence[int]
+    reserved: Sequence[int]  # 1: the block belongs to a reserved extent
+    released_at: Sequence[int]  # the clock at which a block with a cached page became free
+    clock: int
 
 
 class BlockPool:
@@ -205,29 +220,29 @@ class BlockPool:
 
     # --- incident snapshots ---
 
-    def capture(self) -> dict[str, Any]:
-        """Return a copy of the state, by names that `restore` takes."""
-        return {
-            "num_free": self.num_free,
-            "next": list(self._next),
-            "prev": list(self._prev),
-            "keys": list(self._keys),
-            "refs": self._refs[:],
-            "reserved": self._is_reserved[:],
-            "released_at": self._released_at[:],
-            "clock": self._clock,
-        }
+    def state(self) -> BlockPoolState:
+        """Return a copy of the state."""
+        return BlockPoolState(
+            num_free=self.num_free,
+            next=list(self._next),
+            prev=list(self._prev),
+            keys=list(self._keys),
+            refs=self._refs[:],
+            reserved=self._is_reserved[:],
+            released_at=self._released_at[:],
+            clock=self._clock,
+        )
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Replace the state by one that `capture` returned, of a pool of the same size."""
-        self.num_free = state["num_free"]
-        self._clock = state["clock"]
-        self._next = list(state["next"])
-        self._prev = list(state["prev"])
-        self._keys = list(state["keys"])
-        self._refs = array("i", state["refs"])
-        self._is_reserved = bytearray(state["reserved"])
-        self._released_at = array("q", state["released_at"])
+    def restore(self, state: BlockPoolState) -> None:
+        """Replace the state by that of a pool of the same size."""
+        self.num_free = state.num_free
+        self._clock = state.clock
+        self._next = list(state.next)
+        self._prev = list(state.prev)
+        self._keys = list(state.keys)
+        self._refs = array("i", state.refs)
+        self._is_reserved = bytearray(state.reserved)
+        self._released_at = array("q", state.released_at)
         self._blocks = {key: block for block, key in enumerate(self._keys) if key is not None}
 
     # --- self-check ---

@@ -10,16 +10,16 @@ Knows pages and blocks; steps, budgets and queues are the scheduler's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from operator import le
 
 import numpy as np
 
-from pagoda.common.engine.kv_cache.block_pool import BlockPool
+from pagoda.common.engine.kv_cache.block_pool import BlockPool, BlockPoolState
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
-from pagoda.common.engine.scheduling.request import GroupBlocks, Request
+from pagoda.common.engine.scheduling.request import GroupBlocks, Request, RunningBatch
 from pagoda.common.engine.steps.contract import NULL_BLOCK, Int32
 from pagoda.common.models.mixers.caches import StateCache, WindowCache
 
@@ -199,6 +199,14 @@ def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
+
+
+@dataclass(frozen=True, slots=True)
+class KvState:
+    """The state of a KvManager but for the blocks of its requests, which are in `Request.groups`."""
+
+    pools: tuple[BlockPoolState, ...]
+    copies: tuple[Mapping[int, int], ...]  # per pool: copies of recurrent state before the next step, target -> source
 
 
 class KvManager:
@@ -382,6 +390,21 @@ class KvManager:
         if idle and used:
             raise RuntimeError(f"KV cache leak: the engine is idle, but {used} blocks are in use; report this bug")
 
+    def state(self) -> KvState:
+        """Return a copy of the state."""
+        pools = tuple(pool.state() for pool in self.pools)
+        return KvState(pools, tuple(dict(copies) for copies in self._copies))
+
+    def restore(self, state: KvState, running: Iterable[Request]) -> None:
+        """Replace the state of a new manager. `running`: the requests that have rows, with their blocks."""
+        for pool, pool_state in zip(self.pools, state.pools):
+            pool.restore(pool_state)
+        for copies, copies_before in zip(self._copies, state.copies):
+            copies.update(copies_before)
+        for request in running:
+            for table, group in zip(self._tables, request.groups):
+                table[request.row, : len(group.table)] = group.table
+
     def tables(self, rows: Int32, num_tokens: int) -> tuple[Int32, ...]:
         """Return the block tables of `rows` for `num_tokens` tokens: one int32 [S, P] per group, copied."""
         pages = self.pages(num_tokens)
@@ -434,6 +457,50 @@ class KvManager:
             pool.unreserve(range(reserved.start, start))
             group.reserved = range(start, reserved.stop)
         pool.release(released[::-1])
+
+
+class RunningBlocks:
+    """The blocks of running requests: allocated for the tokens, and cached for the pages, that a batch counts."""
+
+    def __init__(self, kv: KvManager, batch: RunningBatch) -> None:
+        self._kv = kv
+        self._batch = batch
+        self._block_size = kv.block_size
+        self._caches_prefixes = kv.caches_prefixes
+
+    def allocate(self, row: int, num_tokens: int) -> bool:
+        """Allocate blocks for the first `num_tokens` tokens of a row. Returns False if there are too few."""
+        batch = self._batch
+        request = batch.request_at(row)
+        # Drafts in flight may be rejected: the tokens before them are cached for certain.
+        computed = int(batch.computed[row] - batch.drafts_inflight[row])
+        if not self._kv.allocate(request, row, computed, num_tokens):
+            return False
+        batch.capacity[row] = self._kv.capacity(request)
+        return True
+
+    def snapshot(self, rows: Int32) -> None:
+        """Put the recurrent state of rows at a border of snapshots into the prefix cache, before it is replaced."""
+        computed = self._batch.computed[rows]
+        for i in np.flatnonzero(computed % self._kv.snapshot_tokens == 0):
+            self._kv.snapshot(self._batch.request_at(int(rows[i])), int(computed[i]))
+
+    def register_chunks(self, rows: Int32, tokens: Int32, drafts: Int32 | None) -> None:
+        """Enter the pages that prompt chunks fill in the next step into the prefix cache; no preemption follows.
+
+        `tokens` [n]: what each of `rows` [n] computes, its `drafts` [n] included.
+        """
+        known = tokens if drafts is None else tokens - drafts
+        for i in np.flatnonzero(known > 1):
+            row = int(rows[i])
+            self.register(self._batch.request_at(row), int(self._batch.computed[row] + tokens[i]))
+
+    def register(self, request: Request, num_tokens: int) -> None:
+        """Enter the pages of a running request's first `num_tokens` tokens into the prefix cache."""
+        if self._caches_prefixes:
+            self._kv.register(request, num_tokens)
+            # A page can be entered once its last token is computed, which is certain once the next token is known.
+            self._batch.next_page[request.row] = (request.num_registered + 1) * self._block_size + 1
 
 
 # Content hashes of KV pages: a chained SHA-256 over everything that determines their values.

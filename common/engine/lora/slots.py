@@ -7,15 +7,25 @@ other adapters pass, but not for ever: see `MOST_OVERTAKEN`. Uses no device and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from pagoda.common.engine.lora.adapter import Adapter, AdapterLoad
-from pagoda.common.engine.scheduling.request import Request, WaitingQueue
+from pagoda.common.engine.lora.adapter import NO_ADAPTER, Adapter, AdapterLoad
+from pagoda.common.engine.scheduling.request import NO_ROW, Request, RunningBatch, SchedulerPart, WaitingQueue
+from pagoda.common.engine.steps.contract import Int32
 
 MOST_OVERTAKEN: Final = 256
 """Later requests that may run before one that waits for a slot. Then the slot with the fewest references takes no
 further requests, until it has none and is the waiting adapter's."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsState:
+    """The state of AdapterSlots but for the references, which follow from the running requests."""
+
+    slots: tuple[tuple[Adapter, int], ...]  # the least recently used adapter first
+    loads: tuple[AdapterLoad, ...]  # slots whose content changes before the next step
 
 
 class AdapterSlots:
@@ -86,6 +96,23 @@ class AdapterSlots:
             return None
         return self._adapters[self.references.index(min(self.references))]
 
+    def state(self) -> SlotsState:
+        """Return a copy of the state."""
+        return SlotsState(tuple(self._slots.items()), tuple(self._loads))
+
+    def restore(self, state: SlotsState) -> None:
+        """Replace the state; no slot has references then."""
+        self.references = [0] * len(self.references)
+        self._adapters = [None] * len(self.references)
+        self._slots = dict(state.slots)
+        for adapter, slot in state.slots:
+            self._adapters[slot] = adapter
+        self._loads = list(state.loads)
+
+    def slot_of(self, adapter: Adapter) -> int:
+        """Return the slot of an adapter that has one."""
+        return self._slots[adapter]
+
     def _replaceable(self) -> int:
         if None in self._adapters:
             return self._adapters.index(None)
@@ -114,7 +141,7 @@ class AdapterQueue(WaitingQueue):
     """
 
     def __init__(self, slots: AdapterSlots, make: Callable[[], WaitingQueue]) -> None:
-        self._slots = slots
+        self.slots = slots
         self._make = make
         self._queues: dict[Adapter | None, WaitingQueue] = {}
         self._adapter_of: dict[str, Adapter | None] = {}  # by request
@@ -142,15 +169,15 @@ class AdapterQueue(WaitingQueue):
         return self._next
 
     def _first(self) -> Request | None:
-        has_room = self._slots.has_room()
+        has_room = self.slots.has_room()
         self._drain()
-        draining = self._slots.draining.values()
+        draining = self.slots.draining.values()
         first: Request | None = None
         blocked: Request | None = None
         for adapter, queue in self._queues.items():
             head = queue.peek()
-            resident = adapter is None or adapter in self._slots
-            if not (resident or adapter in self._slots.ready):
+            resident = adapter is None or adapter in self.slots
+            if not (resident or adapter in self.slots.ready):
                 continue
             if has_room or adapter is None or (resident and adapter not in draining):
                 first = _earlier(first, head)
@@ -164,14 +191,14 @@ class AdapterQueue(WaitingQueue):
         """Count from now on the requests that overtake this one."""
         self._blocked = request
         self._overtaken = 0
-        self._slots.draining.pop(self, None)
+        self.slots.draining.pop(self, None)
 
     def _drain(self) -> None:
         """If the blocked request has waited for too long, let the slot that is free soonest take no more requests."""
-        if self._overtaken >= MOST_OVERTAKEN and (adapter := self._slots.fewest_references()) is not None:
-            self._slots.draining[self] = adapter
+        if self._overtaken >= MOST_OVERTAKEN and (adapter := self.slots.fewest_references()) is not None:
+            self.slots.draining[self] = adapter
         else:
-            self._slots.draining.pop(self, None)
+            self.slots.draining.pop(self, None)
 
     def pop(self) -> Request:
         """Remove and return the request that `peek` returned last."""
@@ -193,6 +220,16 @@ class AdapterQueue(WaitingQueue):
             del self._queues[adapter]
         return request
 
+    @property
+    def blocked(self) -> tuple[str | None, int]:
+        """The request that waits for a slot while others pass, and how many have."""
+        return None if self._blocked is None else self._blocked.request_id, self._overtaken
+
+    def restore_blocked(self, request: Request | None, overtaken: int) -> None:
+        """Replace what `blocked` returns."""
+        self._blocked = request
+        self._overtaken = overtaken
+
     def of(self, adapter: Adapter) -> list[str]:
         """Return the ids of the waiting requests of an adapter."""
         return [request_id for request_id, each in self._adapter_of.items() if each == adapter]
@@ -204,6 +241,91 @@ class AdapterQueue(WaitingQueue):
 
     def __len__(self) -> int:
         return len(self._adapter_of)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptersState:
+    """The state of SchedulerAdapters but for what follows from the requests."""
+
+    slots: SlotsState
+    blocked: str | None  # the request that waits for a slot while others pass
+    overtaken: int  # how many have passed it
+
+
+class SchedulerAdapters(SchedulerPart[AdaptersState]):
+    """The LoRA adapters of one scheduler's requests. `make`: returns an empty queue; see AdapterQueue."""
+
+    def __init__(self, slots: AdapterSlots, batch: RunningBatch, make: Callable[[], WaitingQueue]) -> None:
+        self.slots = slots
+        self.queue = AdapterQueue(slots, make)
+        self.num_requests = 0  # unfinished requests with adapters
+        self._batch = batch
+        self._is_shared = False
+
+    def share(self, slots: AdapterSlots) -> None:
+        """Use slots that other schedulers use, too. Before the first request."""
+        if len(self.queue) or self.num_requests:
+            raise RuntimeError("slots for adapters are shared before the first request")
+        self.slots = slots
+        self.queue.slots = slots
+        self._is_shared = True
+
+    def added(self, request: Request) -> None:
+        self.num_requests += 1
+
+    def started(self, request: Request) -> None:
+        if request.adapter is not None:
+            self._batch.adapter_slot[request.row] = self.slots.acquire(request.adapter)
+
+    def stopped(self, request: Request) -> None:
+        if request.adapter is not None:
+            self._batch.adapter_slot[request.row] = NO_ADAPTER
+            self.slots.release(request.adapter)
+
+    def finished(self, request: Request) -> None:
+        self.num_requests -= 1
+
+    def missing(self) -> list[Adapter]:
+        """Return the adapters of waiting requests that are in no slot, the most urgent first."""
+        if not self.num_requests:
+            return []
+        return [adapter for adapter in self.queue.adapters() if adapter not in self.slots]
+
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of the adapters of running and of waiting requests."""
+        if not self.num_requests:
+            return (), ()
+        waiting = self.queue.adapters()
+        return tuple(adapter.name for adapter in self.slots.running), tuple(adapter.name for adapter in waiting)
+
+    def slots_of(self, rows: Int32) -> Int32 | None:
+        """Return the slot of each of `rows`, or NO_ADAPTER; None if none has an adapter."""
+        if not self.num_requests:
+            return None
+        slots = self._batch.adapter_slot[rows]
+        return slots if (slots != NO_ADAPTER).any() else None
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """Raise RuntimeError unless the slots' references are those of the running requests; not for shared slots."""
+        if not self._is_shared:
+            self.slots.check_integrity(running)
+
+    def state(self) -> AdaptersState:
+        blocked, overtaken = self.queue.blocked
+        return AdaptersState(self.slots.state(), blocked, overtaken)
+
+    def restore(self, state: AdaptersState, requests: Sequence[Request]) -> None:
+        self.num_requests = len(requests)
+        self.slots.restore(state.slots)
+        blocked = None
+        for request in requests:
+            if request.request_id == state.blocked:
+                blocked = request
+            if request.row != NO_ROW and request.adapter is not None:
+                slot = self.slots.slot_of(request.adapter)
+                self.slots.references[slot] += 1
+                self._batch.adapter_slot[request.row] = slot
+        self.queue.restore_blocked(blocked, state.overtaken)
 
 
 def _earlier(one: Request | None, other: Request) -> Request:

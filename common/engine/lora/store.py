@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 
 from pagoda.common.backend import LoraBackend
 from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter, AdapterLoad
-from pagoda.common.engine.lora.slots import AdapterSlots
+from pagoda.common.engine.lora.slots import SchedulerAdapters
 from pagoda.common.engine.messages import EngineOutput
 from pagoda.common.errors import PagodaError, RequestError
 from pagoda.common.weights.lora.weights import AdapterWeights
@@ -122,7 +122,7 @@ class AdapterScheduler(Protocol):
     """A scheduler of requests with adapters: of one copy of the model, or of several that share the slots."""
 
     @property
-    def adapters(self) -> AdapterSlots | None: ...
+    def adapters(self) -> SchedulerAdapters | None: ...
 
     def fail_adapter(self, adapter: Adapter, error: RequestError) -> list[EngineOutput]:
         """End the waiting requests of an adapter that cannot be read. Returns their outputs."""
@@ -146,7 +146,7 @@ class AdapterLoader:
         self._backend = backend
         self._scheduler = scheduler
         self._store = store
-        self._slots = scheduler.adapters
+        self._slots = scheduler.adapters.slots
         self._slots.ready = store.loaded
         self._known: set[Adapter] = set()  # that `load_now` read
 

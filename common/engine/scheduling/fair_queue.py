@@ -8,11 +8,11 @@ thus served in the order in which they came.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pagoda.common.engine.scheduling.request import Request, WaitingQueue
+from pagoda.common.engine.scheduling.request import NO_ROW, Request, SchedulerPart, WaitingQueue
 
 Rank = tuple[float, ...]
 
@@ -72,23 +72,43 @@ class _Owner:
         return None
 
 
-class FairQueue(WaitingQueue):
+@dataclass(frozen=True, slots=True)
+class FairState:
+    """The state of a FairQueue but for its requests."""
+
+    served: Mapping[str, int]  # when each key last got a row, in rows given so far
+    rows_given: int
+    lacks_blocks: bool
+
+
+class FairQueue(WaitingQueue, SchedulerPart[FairState]):
     """Sequences that wait for a row, fair between keys and between requests. The scheduler reports which run."""
 
     def __init__(self) -> None:
+        self.lacks_blocks = False
+        """The next sequence could not start for lack of blocks."""
         self._owners: dict[str, _Owner] = {}
         self._requests: dict[str, Request] = {}
         self._rows_given = 0
         self._next: Request | None = None
 
     def push(self, request: Request) -> None:
-        owner = self._owners.setdefault(request.owner, _Owner())
-        group = owner.groups.setdefault(request.group, _Group())
+        owner, group = self._of(request)
         group.waiting[request.request_id] = request
         heapq.heappush(group.heap, (request.rank, request.request_id))
         self._requests[request.request_id] = request
         owner.touch(request.group)
         self._next = None
+
+    def _of(self, request: Request) -> tuple[_Owner, _Group]:
+        """Return the key and the group of a sequence; enters those that have no other one."""
+        owner = self._owners.get(request.owner)
+        if owner is None:
+            owner = self._owners[request.owner] = _Owner()
+        group = owner.groups.get(request.group)
+        if group is None:
+            group = owner.groups[request.group] = _Group()
+        return owner, group
 
     def push_front(self, request: Request) -> None:
         self.push(request)  # by its rank it is before those that came later
@@ -117,34 +137,48 @@ class FairQueue(WaitingQueue):
     def __len__(self) -> int:
         return len(self._requests)
 
-    def start(self, request: Request) -> None:
+    def started(self, request: Request) -> None:
         """Count a sequence that was popped as running."""
-        owner = self._owners.setdefault(request.owner, _Owner())
+        owner, group = self._of(request)
         owner.running += 1
         self._rows_given += 1
         owner.served = self._rows_given
-        owner.groups.setdefault(request.group, _Group()).running += 1
+        group.running += 1
         self._update(request, owner)
 
-    def end(self, request: Request) -> None:
+    def stopped(self, request: Request) -> None:
         """Count a sequence as no longer running."""
         owner = self._owners[request.owner]
         owner.running -= 1
         owner.groups[request.group].running -= 1
         self._update(request, owner)
 
-    def served(self) -> tuple[dict[str, int], int]:
-        """Return when each key last got a row, in rows given so far, and the latter."""
-        return {name: owner.served for name, owner in self._owners.items()}, self._rows_given
+    def state(self) -> FairState:
+        served = {name: owner.served for name, owner in self._owners.items()}
+        return FairState(served=served, rows_given=self._rows_given, lacks_blocks=self.lacks_blocks)
 
-    def restore_served(self, served: Mapping[str, int], rows_given: int) -> None:
-        """Replace what `served` returns, of the keys in the queue."""
-        self._rows_given = rows_given
-        self._next = None
+    def restore(self, state: FairState, requests: Sequence[Request]) -> None:
+        """Replace the state. The waiting ones of `requests` are in the queue."""
+        for request in requests:
+            if request.row != NO_ROW:
+                self.started(request)
         for name, owner in self._owners.items():
-            owner.served = served.get(name, 0)
+            owner.served = state.served.get(name, 0)
+        self._rows_given = state.rows_given
+        self.lacks_blocks = state.lacks_blocks
+        self._next = None
 
-    def victim(self, running: list[Request]) -> Request | None:
+    def make_room(self, num_free: int, running: Sequence[Request]) -> Request | None:
+        """Return the sequence to preempt because it keeps the next waiting one from running at all; None if none does.
+
+        `num_free`: free rows. `running`: by rank.
+        """
+        if num_free and not self.lacks_blocks:
+            return None
+        self.lacks_blocks = False
+        return self.victim(running) if running else None
+
+    def victim(self, running: Sequence[Request]) -> Request | None:
         """Return the running sequence, of `running` by rank, that the next waiting one should replace.
 
         None unless its request runs nothing, and either another key runs at least two sequences more than its own, or

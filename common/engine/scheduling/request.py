@@ -9,9 +9,10 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from pagoda.common.engine.steps.contract import EMBEDDED, PREVIOUS, Bool, Int32,
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 
 Int64 = npt.NDArray[np.int64]
+StateT = TypeVar("StateT")
 
 NO_ROW: Final = -1
 """Row of a request that does not run."""
@@ -114,6 +116,7 @@ class Request:
     adapter: Adapter | None = None  # the LoRA adapter that it is computed with
     owner: str = ""  # the key that sent it
     group: str = ""  # the caller's request that it belongs to
+    parts: tuple[SchedulerPart[Any], ...] = ()  # parts of its scheduler that are told when it runs and ends
 
     @classmethod
     def of(
@@ -194,6 +197,38 @@ class Request:
 
 def _embed_rows(values: bytes, prompt: Int32) -> UInt8:
     return np.frombuffer(values, np.uint8).reshape(np.count_nonzero(prompt == EMBEDDED), -1)
+
+
+class SchedulerPart(Protocol[StateT]):
+    """A concern of a scheduler with a state of its own: fairness, LoRA adapters, token masks, drafts.
+
+    The scheduler calls a part at the places of a step where it matters, and reports the life of each request that
+    the part concerns: it is added, started and stopped any number of times, and finished.
+    """
+
+    def added(self, request: Request) -> None:
+        """The request waits for a row."""
+        return
+
+    def started(self, request: Request) -> None:
+        """The request has left the queue and has a row."""
+        return
+
+    def stopped(self, request: Request) -> None:
+        """The request is about to lose its row, because it ends or is preempted."""
+        return
+
+    def finished(self, request: Request) -> None:
+        """The request has its final status and no row."""
+        return
+
+    def state(self) -> StateT:
+        """Return a copy of the state, without what follows from the requests."""
+        ...
+
+    def restore(self, state: StateT, requests: Sequence[Request]) -> None:
+        """Replace the state of a new part. `requests`: the unfinished ones that it concerns, by rank."""
+        ...
 
 
 class WaitingQueue(Protocol):
@@ -301,6 +336,22 @@ def queue_rank(request: EngineRequest, policy: str, number: int) -> tuple[float,
     return (float(request.priority), request.arrival, number) if policy == "priority" else (number,)
 
 
+STATE_ARRAYS: Final = (
+    *("computed", "total", "prefill_end", "limit", "token_cost", "capacity", "newest", "inflight", "drafts_inflight"),
+    *("drafts_from", "num_drafts", "num_guesses", "next_page", "epoch"),
+)
+"""Arrays of RunningBatch that BatchState has; the others follow from the requests, or from tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """The state of a RunningBatch but for what follows from its requests."""
+
+    rows: Mapping[str, Int32 | Int64]  # the arrays that STATE_ARRAYS names
+    free_rows: Sequence[int]
+    epochs: int
+
+
 class RunningBatch:
     """State of all rows, free and taken. Arrays have shape [max_num_seqs].
 
@@ -334,6 +385,7 @@ class RunningBatch:
         self.masked: Bool = np.zeros(max_num_seqs, np.bool_)  # the request has a mask state
         self.epoch: Int64 = np.zeros(max_num_seqs, np.int64)  # unique per assignment of the row, 0 when free
         self.request: list[Request | None] = [None] * max_num_seqs
+        self.num_embedded = 0  # rows whose prompts have embeddings
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._epochs = 0
 
@@ -346,7 +398,7 @@ class RunningBatch:
         """Return the row that `assign` will use next."""
         return self._free[-1]
 
-    def assign(self, request: Request, computed: int, adapter_slot: int = NO_ADAPTER) -> None:
+    def assign(self, request: Request, computed: int) -> None:
         """Give `request` the row that `next_free` named; `computed` of its tokens are in the KV cache already."""
         row = request.row = self._free.pop()
         self._epochs += 1
@@ -361,7 +413,7 @@ class RunningBatch:
         self.drafts_from[row] = len(request.prompt) + request.drafts_from
         self.next_page[row] = NEVER
         self.masked[row] = request.mask_state is not None
-        self.adapter_slot[row] = adapter_slot
+        self.num_embedded += request.embeds is not None
 
     def release(self, request: Request) -> None:
         """Free the request's row."""
@@ -369,6 +421,7 @@ class RunningBatch:
         request.row = NO_ROW
         self.epoch[row] = 0
         self.request[row] = None
+        self.num_embedded -= request.embeds is not None
         self._free.append(row)
 
     def request_at(self, row: int) -> Request:
@@ -382,11 +435,36 @@ class RunningBatch:
         """Return the requests in `rows`, all of them taken."""
         return [request for row in rows.tolist() if (request := self.request[row]) is not None]
 
+    def state(self) -> BatchState:
+        """Return a copy of the state."""
+        rows = {name: getattr(self, name).copy() for name in STATE_ARRAYS}
+        return BatchState(rows, list(self._free), self._epochs)
+
+    def restore(self, state: BatchState, running: Iterable[Request]) -> None:
+        """Replace the state of a new batch. `running`: the requests that have rows."""
+        for name, values in state.rows.items():
+            getattr(self, name)[:] = values
+        self._free = list(state.free_rows)
+        self._epochs = state.epochs
+        for request in running:
+            self.request[request.row] = request
+            self.masked[request.row] = request.mask_state is not None
+            self.num_embedded += request.embeds is not None
+
+    def budget_cost(self, rows: Int32, counts: Int32) -> int:
+        """Return what `counts` [n] tokens of `rows` [n] spend of a step's budget."""
+        return int((counts * np.where(counts > 1, self.token_cost[rows], 1)).sum())
+
+    def num_prompt_tokens(self, rows: Int32, context: Int32, counts: Int32) -> int:
+        """Return how many of the `counts` [n] tokens of `rows` [n] after `context` [n] belong to prompts."""
+        left = self.prefill_end[rows] - context
+        return int(np.minimum(counts, left).clip(min=0).sum())
+
     def embeds(self, rows: Int32, counts: Int32) -> UInt8 | None:
         """Return the embeddings [n, bytes] among the next `counts` tokens of `rows`, in order; None without any."""
         starts = self.computed[rows]
         spans = zip(self.requests_at(rows), starts.tolist(), (starts + counts).tolist())
-        parts = [request.embeds_of(*span) for request, *span in spans if request.embeds is not None]
+        parts = [request.embeds_of(start, stop) for request, start, stop in spans if request.embeds is not None]
         parts = [part for part in parts if len(part)]
         return np.concatenate(parts) if parts else None
 

@@ -4,6 +4,22 @@ There is no prefill phase and no decode phase. A request has `computed` tokens a
 token budget. Chunked prefill, prefix hits, preemption by recomputation and planning ahead of results follow from that.
 A step may also compute drafts, guesses of a sequence's next tokens, of which its result has those that were right.
 
+    schedule:
+        fairness: preempt a sequence if it keeps another key or request from running at all
+        drafts: propose the next tokens of running sequences
+        budget = one token for each running sequence that wants one, chunks of prompts while tokens last
+        allocate blocks for all of it; where blocks lack, preempt the newest sequence and split the budget again
+        enter recurrent states and pages that the step replaces or fills into the prefix cache
+        unless a sequence was preempted: while tokens, rows and blocks last, start the next waiting request
+        return the plan: rows, token ids, positions, block tables, which sequences sample
+    update:
+        drop the tokens of sequences that have lost their row since the step was planned
+        drafts: keep those that were right; token masks: advance by the tokens, compute those of the next ones
+        append the tokens; finish requests at a stop token, at their length, or with an error
+
+Fairness, LoRA adapters, token masks and drafts are parts with a state of their own (`SchedulerPart`): a request knows
+those that it concerns, and a scheduler without drafts or adapters has no such part.
+
 Uses no device and no text; the clock only records when a request first runs. Per-step work on running requests is a
 few numpy operations on a RunningBatch; Python loops only over requests that start, finish or need a block or a mask.
 """
@@ -14,34 +30,38 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_cache.manager import KvManager
+from pagoda.common.engine.kv_cache.manager import KvManager, KvState, RunningBlocks
 from pagoda.common.engine.kv_cache.spec import per_pool
-from pagoda.common.engine.lora.adapter import LORA_FIELD, NO_ADAPTER, Adapter, AdapterLoad
-from pagoda.common.engine.lora.slots import AdapterQueue, AdapterSlots
+from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter, AdapterLoad
+from pagoda.common.engine.lora.slots import AdapterSlots, AdaptersState, SchedulerAdapters
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, PositionLogprobs, StepOutputs
-from pagoda.common.engine.scheduling.fair_queue import FairQueue
+from pagoda.common.engine.scheduling.fair_queue import FairQueue, FairState
 from pagoda.common.engine.scheduling.request import (
     FINISHED,
     NO_ROW,
+    BatchState,
     Int64,
     Request,
     RequestStatus,
     RunningBatch,
+    SchedulerPart,
+    StateT,
     WaitingQueue,
     queue_rank,
     waiting_queue,
 )
 from pagoda.common.engine.speculative.device import DeviceDrafts
 from pagoda.common.engine.speculative.proposer import DraftPlanner
+from pagoda.common.engine.speculative.step_drafts import DraftsState, StepDrafts
 from pagoda.common.engine.steps.contract import Bool, Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from pagoda.common.engine.structured_output.grammar import GRAMMAR_FIELD, refused
-from pagoda.common.engine.structured_output.step_masks import StepMasks, end_at, masked_sequences
+from pagoda.common.engine.structured_output.step_masks import MasksState, StepMasks, end_at, masked_sequences
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 from pagoda.common.errors import RequestError
 
@@ -53,14 +73,42 @@ Ending: TypeAlias = tuple[Request, RequestStatus]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _InFlightStep:
+class InFlightStep:
     """A planned step whose result has not been reported."""
 
     plan: StepPlan
     requests: list[Request]
-    epochs: Int64  # [S] of each row when the step was planned
-    prompt_tokens: int  # computed by it; recomputed tokens of preempted requests count
+    epochs: Int64  # [S] epochs of the rows when the step was planned
+    prompt_tokens: int  # prompt tokens that it computes; recomputed tokens of preempted requests count
     void: list[int] = field(default_factory=list)  # sequences that sampled without their mask; they run again
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """What a scheduler has counted since its start."""
+
+    added: int = 0  # requests
+    steps: int = 0  # steps planned
+    preemptions: int = 0
+    queries: int = 0  # tokens looked up in the prefix cache
+    hits: int = 0  # tokens found in it
+    recompiles: int = 0  # programs compiled while serving
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerState:
+    """A scheduler between two of its calls. It shares its requests and plans with the scheduler."""
+
+    requests: tuple[Request, ...]  # the unfinished ones, in the order in which they were added
+    in_flight: tuple[InFlightStep, ...]  # the oldest first
+    batch: BatchState
+    kv: KvState
+    counts: SchedulerCounts
+    prefills: bool  # the newest step computes prompt tokens
+    fairness: FairState | None = None
+    adapters: AdaptersState | None = None
+    masks: MasksState | None = None
+    drafts: DraftsState | None = None
 
 
 class Scheduler:
@@ -80,36 +128,32 @@ class Scheduler:
         self.kv = kv
         self._clock = clock
         self.running: list[Request] = []  # by rank: the last is preempted first
-        self.adapters: AdapterSlots | None = None
-        self._shares_adapters = False
-        self._fair = FairQueue() if limits.policy == "fcfs" and not limits.max_loras else None
-        self._lacks_blocks = False  # the next waiting request could not start for lack of blocks
-        self._last_prompt: tuple[list[int], Int32] = [], np.zeros(0, np.int32)
-        self.waiting: WaitingQueue = waiting_queue(limits.policy) if self._fair is None else self._fair
-        if limits.max_loras:
-            self._use_adapters(AdapterSlots(limits.max_loras, ready=()))
+        self.in_flight: deque[InFlightStep] = deque()  # planned steps without a result, the oldest first
         self._requests: dict[str, Request] = {}
         self._batch = RunningBatch(limits.max_num_seqs, limits.max_drafts)
-        if limits.device_drafts and drafter is None:
-            drafter = DeviceDrafts()
-        self._drafter = drafter if limits.max_drafts else None
+        self._blocks = RunningBlocks(kv, self._batch)
         self._order: Int32 | None = None  # rows of `running`; None: to be rebuilt
         self._prefills = False  # the newest step computes prompt tokens
-        self._in_flight: deque[_InFlightStep] = deque()
-        self._num_masked = 0  # unfinished requests with token masks
+        self._last_prompt: tuple[list[int], Int32] = [], np.zeros(0, np.int32)
+        self._counts = SchedulerCounts()
         self._masks = StepMasks(clock)
-        self._num_embedded = 0  # unfinished requests with prompt embeddings
-        self._num_adapted = 0  # unfinished requests with LoRA adapters
-        self._added = self._steps = self._preemptions = self._queries = self._hits = self._recompiles = 0
+        self._drafts = self._make_drafts(drafter)
+        self._fair = FairQueue() if limits.policy == "fcfs" and not limits.max_loras else None
+        self.waiting: WaitingQueue = waiting_queue(limits.policy) if self._fair is None else self._fair
+        self.adapters: SchedulerAdapters | None = None
+        if limits.max_loras:
+            slots = AdapterSlots(limits.max_loras, ready=())
+            self.adapters = SchedulerAdapters(slots, self._batch, lambda: waiting_queue(limits.policy))
+            self.waiting = self.adapters.queue
 
-    def _use_adapters(self, slots: AdapterSlots) -> None:
-        self.adapters, self.waiting = slots, AdapterQueue(slots, lambda: waiting_queue(self.limits.policy))
-
-    def share_adapters(self, slots: AdapterSlots) -> None:
-        """Use slots that other schedulers use, too. Before the first request."""
-        assert not self._requests, "before the first request"
-        self._use_adapters(slots)
-        self._shares_adapters = True
+    def _make_drafts(self, drafter: DraftPlanner | None) -> StepDrafts | None:
+        """Return the part that plans drafts; None without speculative decoding."""
+        limits = self.limits
+        if limits.device_drafts and drafter is None:
+            drafter = DeviceDrafts()
+        if drafter is None or not limits.max_drafts:
+            return None
+        return StepDrafts(drafter, limits, self._batch, self._blocks)
 
     # --- adding and aborting requests ---
 
@@ -119,14 +163,27 @@ class Scheduler:
         num_prompt = len(request.prompt_token_ids)
         # The last token is sampled but never computed, so it needs no slot in the cache.
         limit = min(num_prompt + request.max_tokens, self.limits.max_model_len, self.kv.max_tokens + 1)
-        self._added += 1
-        rank = queue_rank(request, self.limits.policy, self._added)
+        self._counts.added += 1
+        rank = queue_rank(request, self.limits.policy, self._counts.added)
         queued = Request.of(request, limit=limit, rank=rank, mask_state=mask_state, prompt=self._prompt_of(request))
+        queued.parts = self._parts_of(queued)
         self._requests[queued.request_id] = queued
-        self._num_masked += mask_state is not None
-        self._num_embedded += queued.embeds is not None
-        self._num_adapted += queued.adapter is not None
+        for part in queued.parts:
+            part.added(queued)
         self.waiting.push(queued)
+
+    def _parts_of(self, request: Request) -> tuple[SchedulerPart[Any], ...]:
+        """Return the parts that a request concerns."""
+        parts: list[SchedulerPart[Any]] = []
+        if self._fair is not None:
+            parts.append(self._fair)
+        if self.adapters is not None and request.adapter is not None:
+            parts.append(self.adapters)
+        if request.mask_state is not None:
+            parts.append(self._masks)
+        if self._drafts is not None:
+            parts.append(self._drafts)
+        return tuple(parts)
 
     def _prompt_of(self, request: EngineRequest) -> Int32:
         """Return the prompt as an array, which the sequences of one request share."""
@@ -165,18 +222,17 @@ class Scheduler:
 
     def fail_adapter(self, adapter: Adapter, error: RequestError) -> list[EngineOutput]:
         """End the waiting requests of an adapter that cannot be read. Returns their outputs."""
-        assert isinstance(self.waiting, AdapterQueue)
+        if self.adapters is None:
+            return []
         outputs = []
-        for request_id in self.waiting.of(adapter):
+        for request_id in self.adapters.queue.of(adapter):
             self._finish(self._requests[request_id], RequestStatus.FINISHED_ERROR)
             outputs.append(failed_output(request_id, error))
         return outputs
 
     def missing_adapters(self) -> list[Adapter]:
         """Return the adapters of waiting requests that are in no slot, the most urgent first."""
-        if not self._num_adapted or self.adapters is None or not isinstance(self.waiting, AdapterQueue):
-            return []
-        return [adapter for adapter in self.waiting.adapters() if adapter not in self.adapters]
+        return [] if self.adapters is None else self.adapters.missing()
 
     @staticmethod
     def adapter_loads(plan: StepPlan) -> tuple[AdapterLoad, ...]:
@@ -200,123 +256,99 @@ class Scheduler:
     def stats(self, last_step_tokens: int = 0) -> EngineStats:
         """Return a snapshot of the counters."""
         used, total = self.kv.usage()
-        running, waiting = self._adapter_names() if self._num_adapted else ((), ())
+        running, waiting = ((), ()) if self.adapters is None else self.adapters.names()
+        counts = self._counts
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
             kv_blocks_used=used,
             kv_blocks_total=total,
-            prefix_queries=self._queries,
-            prefix_hits=self._hits,
-            preemptions=self._preemptions,
-            recompiles=self._recompiles,
-            steps=self._steps,
-            drafts=None if self._drafter is None else self._drafter.stats(),
+            prefix_queries=counts.queries,
+            prefix_hits=counts.hits,
+            preemptions=counts.preemptions,
+            recompiles=counts.recompiles,
+            steps=counts.steps,
+            drafts=None if self._drafts is None else self._drafts.stats(),
             last_step_tokens=last_step_tokens,
             running_adapters=running,
             waiting_adapters=waiting,
         )
-
-    def _adapter_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names of the adapters of running and of waiting requests."""
-        assert self.adapters is not None
-        assert isinstance(self.waiting, AdapterQueue)
-        waiting = self.waiting.adapters()
-        return tuple(each.name for each in self.adapters.running), tuple(each.name for each in waiting)
 
     # --- planning ---
 
     @property
     def num_withheld(self) -> int:
         """How many requests may have to miss the next step because their token masks take long."""
-        return self._masks.num_withheld if self._num_masked else 0
+        return self._masks.num_withheld if self._masks.num_requests else 0
 
     @property
     def awaits_drafts(self) -> bool:
         """True while no step is planned because the proposer waits for what becomes of the drafts in flight."""
-        if self._drafter is None or self._drafter.plans_ahead or not self._in_flight:
+        if self._drafts is None or self._drafts.plans_ahead or not self.in_flight:
             return False
-        return self._in_flight[-1].plan.num_drafts is not None
+        return self.in_flight[-1].plan.num_drafts is not None
 
     def schedule(self) -> StepPlan | None:
         """Return the next step; None when nothing can be computed before a result or a request arrives."""
-        if self.awaits_drafts:
+        if self._drafts is not None and self.awaits_drafts:
             return None
-        if self._num_masked and self._masks.has_late:
-            self._masks.catch_up()
-            while (plan := self._schedule()) is None and self._masks.has_late and not self._in_flight:
-                self._masks.catch_up()
+        masks = self._masks
+        if masks.num_requests and masks.has_late:
+            masks.catch_up()
+            while (plan := self._schedule()) is None and masks.has_late and not self.in_flight:
+                masks.catch_up()
             return plan
         return self._schedule()
 
     def _schedule(self) -> StepPlan | None:
-        if self._fair is not None and len(self._fair):
+        is_waiting = len(self.waiting) > 0
+        if is_waiting and self._fair is not None:
             self._make_room(self._fair)
-        preemptions = self._preemptions
+        preemptions = self._counts.preemptions
         budget = self._budget_running()
         if self.kv.snapshot_tokens:
-            self._snapshot(budget)
-        self._register_chunks(budget)
+            self._blocks.snapshot(budget.rows)
+        self._blocks.register_chunks(budget.rows, budget.tokens, budget.drafts)
         starts: list[RowStart] = []
-        if len(self.waiting) and self._preemptions == preemptions:
+        if is_waiting and self._counts.preemptions == preemptions:
             budget, starts = self._admit(budget)
         if not len(budget.rows):
             return None
         return self._plan(budget, starts)
 
     def _make_room(self, queue: FairQueue) -> None:
-        """Preempt a sequence of a request or key that keeps the next waiting one from running at all."""
-        if not self._batch.num_free or self._lacks_blocks:
-            self._lacks_blocks = False
-            if self.running and (victim := queue.victim(self.running)) is not None:
-                self._preempt(victim)
+        """Preempt a sequence if it keeps the next waiting one from running at all."""
+        if (victim := queue.make_room(self._batch.num_free, self.running)) is not None:
+            self._preempt(victim)
 
     def _budget_running(self) -> TokenBudget:
         """Return what running requests compute, with blocks allocated for all of it; preempts where blocks lack."""
-        if drafting := self._drafter is not None and self._drafter.active:
-            self._drafter.propose(self._batch, self._running_rows(), self.limits)
-            if self._num_masked:
-                self._batch.num_drafts[self._slow_rows()] = 0
+        batch = self._batch
+        drafts = self._drafts
+        if drafts is not None and not drafts.propose(self._running_rows(), self._masks.slow_rows):
+            drafts = None
         while True:
             rows = self._running_rows()
-            reserved = int(self._batch.num_drafts[rows].sum()) if drafting else 0
-            budget = split_budget(self._batch, rows, self.limits, self.kv.snapshot_tokens, reserved)
-            end = self._batch.computed[budget.rows] + budget.tokens
-            short = np.flatnonzero(end > self._batch.capacity[budget.rows])
+            reserved = 0 if drafts is None else int(batch.num_drafts[rows].sum())
+            budget = split_budget(batch, rows, self.limits, self.kv.snapshot_tokens, reserved)
+            end = batch.computed[budget.rows] + budget.tokens
+            short = np.flatnonzero(end > batch.capacity[budget.rows])
             if all(self._ensure_blocks(int(budget.rows[i]), int(end[i])) for i in short):
-                return self._add_drafts(budget) if drafting else budget
-
-    def _add_drafts(self, budget: TokenBudget) -> TokenBudget:
-        """Return the budget with the proposed drafts, as far as blocks are free for them."""
-        batch = self._batch
-        rows = budget.rows
-        drafts = batch.num_drafts[rows]
-        if not drafts.any():
+                break
+        if drafts is None or (allocated := drafts.allocate(budget.rows, budget.tokens)) is None:
             return budget
-        end = batch.computed[rows] + budget.tokens + drafts
-        for i in np.flatnonzero(end > batch.capacity[rows]).tolist():
-            row = int(rows[i])
-            if not self._allocate(row, int(end[i])):
-                drafts[i] -= end[i] - batch.capacity[row]
-                batch.num_drafts[row] = drafts[i]
-        return decode_first(rows, budget.tokens + drafts, drafts) if drafts.any() else budget
+        return decode_first(budget.rows, budget.tokens + allocated, allocated)
 
     def _running_rows(self) -> Int32:
         if self._order is None:
             self._order = np.fromiter((request.row for request in self.running), np.int32, len(self.running))
-        if not self._num_masked or not self._masks.num_withheld:
+        if not self._masks.num_requests or not self._masks.num_withheld:
             return self._order
-        inflight = self._batch.inflight
-        rows = [each.row for each in self.running if not self._masks.withholds(each, int(inflight[each.row]))]
-        return np.array(rows, np.int32)
-
-    def _slow_rows(self) -> list[int]:
-        """Return the rows whose masks take long, so that drafts would need several such."""
-        return [request.row for request in self._masks.slow.values() if request.row != NO_ROW]
+        return self._masks.rows_to_run(self.running, self._batch.inflight)
 
     def _ensure_blocks(self, row: int, num_tokens: int) -> bool:
         """Allocate blocks for `num_tokens` tokens of a row. False after a preemption: split again."""
-        if self._allocate(row, num_tokens):
+        if self._blocks.allocate(row, num_tokens):
             return True
         if len(self.running) == 1:
             request = self._batch.request_at(row)
@@ -324,49 +356,20 @@ class Scheduler:
         self._preempt(self.running[-1])
         return False
 
-    def _allocate(self, row: int, num_tokens: int) -> bool:
-        request = self._batch.request_at(row)
-        accepted = int(
-            self._batch.computed[row] - self._batch.drafts_inflight[row]
-        )  # lower bound: drafts in flight may be rejected
-        if not self.kv.allocate(request, row, accepted, num_tokens):
-            return False
-        self._batch.capacity[row] = self.kv.capacity(request)
-        return True
-
     def _preempt(self, victim: Request) -> None:
         """Free a request's row and blocks and move it to the head of the queue."""
-        self._preemptions += 1
+        self._counts.preemptions += 1
         self._free_row(victim)
         self.running.remove(victim)
-        victim.resumes_at = self._steps
+        victim.resumes_at = self._counts.steps
         victim.num_preemptions += 1
         victim.has_token_only = False
         victim.status = RequestStatus.PREEMPTED
         self.waiting.push_front(victim)
 
-    def _snapshot(self, budget: TokenBudget) -> None:
-        """Put the recurrent state of rows at a border of snapshots into the prefix cache, before it is replaced."""
-        computed = self._batch.computed[budget.rows]
-        for i in np.flatnonzero(computed % self.kv.snapshot_tokens == 0):
-            self.kv.snapshot(self._batch.request_at(int(budget.rows[i])), int(computed[i]))
-
-    def _register_chunks(self, budget: TokenBudget) -> None:
-        """Enter the pages that prompt chunks fill in this step into the prefix cache; no preemption follows."""
-        known = budget.tokens if budget.drafts is None else budget.tokens - budget.drafts
-        for i in np.flatnonzero(known > 1):
-            row = int(budget.rows[i])
-            self._register(self._batch.request_at(row), int(self._batch.computed[row] + budget.tokens[i]))
-
-    def _register(self, request: Request, num_tokens: int) -> None:
-        self.kv.register(request, num_tokens)
-        if self.kv.caches_prefixes:
-            # A page can be entered once its last token is computed, which is certain once the next token is known.
-            self._batch.next_page[request.row] = (request.num_registered + 1) * self.kv.block_size + 1
-
     def _admit(self, budget: TokenBudget) -> tuple[TokenBudget, list[RowStart]]:
         """Start waiting requests, in order, while there is a row, a token and a block for the first of the queue."""
-        left = self.limits.max_num_batched_tokens - self._cost(budget)
+        left = self.limits.max_num_batched_tokens - self._batch.budget_cost(budget.rows, budget.tokens)
         rows: list[int] = []
         counts: list[int] = []
         starts: list[RowStart] = []
@@ -379,8 +382,8 @@ class Scheduler:
             if not count:
                 break
             self.waiting.pop()
-            if self._fair is not None:
-                self._fair.start(request)
+            for part in request.parts:
+                part.started(request)
             left -= count if count == 1 else count * request.token_cost
             rows.append(request.row)
             counts.append(count)
@@ -395,14 +398,9 @@ class Scheduler:
             drafts = np.concatenate([drafts, np.zeros(len(rows), np.int32)])
         return decode_first(all_rows, all_counts, drafts), starts
 
-    def _cost(self, budget: TokenBudget) -> int:
-        """Return what the running requests spend of a step's tokens."""
-        counts = budget.tokens
-        return int((counts * np.where(counts > 1, self._batch.token_cost[budget.rows], 1)).sum())
-
     def _start(self, request: Request, left: int) -> int:
         """Move a waiting request to a row. Returns the tokens it computes now, of `left`; 0 when it must wait."""
-        if request.resumes_at > self._steps - len(self._in_flight):
+        if request.resumes_at > self._counts.steps - len(self.in_flight):
             return 0
         if request.mask_state is not None and request.mask_state.is_stale:
             return 0
@@ -416,21 +414,19 @@ class Scheduler:
         if not count:
             return 0
         if not self.kv.admit(request, row, hit, end, headroom=len(self.running)):
-            self._lacks_blocks = True
+            if self._fair is not None:
+                self._fair.lacks_blocks = True
             return 0
         request.tokens = request.known_tokens()
-        slot = NO_ADAPTER
-        if request.adapter is not None and self.adapters is not None:
-            slot = self.adapters.acquire(request.adapter)
-        self._batch.assign(request, hit.num_tokens, slot)
+        self._batch.assign(request, hit.num_tokens)
         self._batch.capacity[row] = self.kv.capacity(request)
-        self._register(request, end)
+        self._blocks.register(request, end)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit.num_tokens
             request.scheduled = self._clock()
             if self.kv.caches_prefixes and request.reads_cache:
-                self._queries += request.num_known
-                self._hits += hit.num_tokens
+                self._counts.queries += request.num_known
+                self._counts.hits += hit.num_tokens
         if request.prompt_logprobs:
             request.prompt_logprobs.clear()
         request.status = RUNNING
@@ -448,9 +444,11 @@ class Scheduler:
         samples: Bool = (end if drafts is None else end - drafts) == batch.total[rows]
         query_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
-        guesses = self._plan_guesses(self._drafter, rows, end, samples) if self.limits.device_drafts else None
+        guesses = None
+        if self._drafts is not None and self.limits.device_drafts:
+            guesses = self._drafts.allocate_guesses(rows, end, samples, self._masks.slow_rows)
         plan = StepPlan(
-            step=self._steps,
+            step=self._counts.steps,
             starts=tuple(starts),
             rows=rows.copy(),
             query_start=query_start,
@@ -461,44 +459,19 @@ class Scheduler:
             state_copies=self.kv.take_copies() if self.kv.snapshot_tokens else (),
             num_drafts=drafts,
             num_guesses=guesses,
-            masked=masked_sequences(batch, rows, samples, drafts) if self._num_masked else None,
-            embeds=batch.embeds(rows, counts) if self._num_embedded else None,
-            adapter_slots=self._adapter_slots(rows) if self._num_adapted else None,
-            adapter_loads=() if self.adapters is None else self.adapters.take_loads(),
+            masked=masked_sequences(batch, rows, samples, drafts) if self._masks.num_requests else None,
+            embeds=batch.embeds(rows, counts) if batch.num_embedded else None,
+            adapter_slots=None if self.adapters is None else self.adapters.slots_of(rows),
+            adapter_loads=() if self.adapters is None else self.adapters.slots.take_loads(),
         )
         # While a prompt is unfinished, every step computes some of it, unless drafts take all of the budget.
         may_prefill = self._prefills or bool(starts) or drafts is not None
-        prompt_tokens = self._count_prompt_tokens(rows, context, counts) if may_prefill else 0
+        prompt_tokens = batch.num_prompt_tokens(rows, context, counts) if may_prefill else 0
         self._prefills = prompt_tokens > 0
-        self._in_flight.append(_InFlightStep(plan, batch.requests_at(rows), batch.epoch[rows], prompt_tokens))
+        self.in_flight.append(InFlightStep(plan, batch.requests_at(rows), batch.epoch[rows], prompt_tokens))
         batch.plan(rows, counts, samples, drafts)
-        self._steps += 1
+        self._counts.steps += 1
         return plan
-
-    def _plan_guesses(self, drafter: DraftPlanner | None, rows: Int32, end: Int32, samples: Bool) -> Int32 | None:
-        """Return how many tokens the drafter guesses after each sequence [S], as far as blocks are free for them.
-
-        `end` [S]: the sequence's tokens after the step. None: no sequence has guesses.
-        """
-        assert isinstance(drafter, DeviceDrafts), "drafts are guessed on the device"
-        batch = self._batch
-        guesses = drafter.guesses(batch, rows, end, samples, self.limits)
-        if self._num_masked and (slow := self._slow_rows()):
-            guesses[np.isin(rows, slow)] = 0
-        for i in np.flatnonzero((guesses > 0) & (end + guesses > batch.capacity[rows])).tolist():
-            row = int(rows[i])
-            if not self._allocate(row, int(end[i] + guesses[i])):
-                guesses[i] = max(0, batch.capacity[row] - end[i])
-        batch.num_guesses[rows] = guesses
-        return guesses if guesses.any() else None
-
-    def _adapter_slots(self, rows: Int32) -> Int32 | None:
-        slots = self._batch.adapter_slot[rows]
-        return slots if (slots != NO_ADAPTER).any() else None
-
-    def _count_prompt_tokens(self, rows: Int32, context: Int32, counts: Int32) -> int:
-        left = self._batch.prefill_end[rows] - context
-        return int(np.minimum(counts, left).clip(min=0).sum())
 
     # --- results ---
 
@@ -506,7 +479,7 @@ class Scheduler:
         """Return the masks of the oldest step in flight; None if no sequence samples under a grammar."""
         if plan.masked is None:
             return None
-        step = self._in_flight[0]
+        step = self.in_flight[0]
         if step.plan is not plan:
             raise RuntimeError(f"the token masks of step {plan.step} depend on the result of step {step.plan.step}")
         masks, late = self._masks.of_step(step.requests, plan, self._batch.guesses)
@@ -516,7 +489,7 @@ class Scheduler:
 
     def _run_again(self, request: Request) -> None:
         """Discard what steps in flight sample for a request, since they have no mask of it, and compute it again."""
-        for step in self._in_flight:
+        for step in self.in_flight:
             if request in step.requests:
                 step.void.append(step.requests.index(request))
         if request.row != NO_ROW and self._batch.inflight[request.row]:
@@ -524,43 +497,39 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Take the result of the oldest step in flight. Returns the outputs of its requests."""
-        step = self._in_flight.popleft()
+        step = self.in_flight.popleft()
         if step.plan is not plan or result.step != plan.step:
             raise RuntimeError(f"got the result of step {result.step}, expected step {step.plan.step}")
-        self._recompiles += result.recompiles
-        failures = self._fail_late() if self._num_masked else []
-        live = plan.samples & (self._batch.epoch[plan.rows] == step.epochs)
+        batch = self._batch
+        num_masked = self._masks.num_requests
+        self._counts.recompiles += result.recompiles
+        failures = self._fail_late() if num_masked else []
+        live = plan.samples & (batch.epoch[plan.rows] == step.epochs)
         requests = step.requests
         sampled = result.token_ids
         drafts = None
         if step.void:
             sampled = sampled.copy()
             sampled[step.void] = -1
-        if plan.num_drafts is not None:
-            sampled, drafts = self._take_drafts(plan, sampled, live)
+        if plan.num_drafts is not None and self._drafts is not None:
+            sampled, drafts = self._drafts.take(plan, plan.num_drafts, sampled, live)
         if result.guesses is not None:
-            self._batch.guesses[plan.rows[live], : result.guesses.shape[1]] = result.guesses[live]
-        with_full_page = self._batch.report(plan.rows[live], sampled[live])
+            batch.guesses[plan.rows[live], : result.guesses.shape[1]] = result.guesses[live]
+        with_full_page = batch.report(plan.rows[live], sampled[live])
         tokens = sampled.tolist()
         if drafts is not None:
             drop_after_ends(requests, tokens, drafts)
         keep_prompt_logprobs(requests, result)
         ended_early: dict[int, RequestStatus] = {}
         late: list[int] = []
-        if self._num_masked:
+        if num_masked:
             ended_early, late = self._masks.advance(requests, tokens, finish_status, drafts)
-        if result.failed:
-            ended_early |= fail_requests(
-                requests, {index: (PROCESSOR_FIELD, why) for index, why in result.failed.items()}
-            )
-        if result.refused:
-            fields = {index: requests[index].rules.history_field for index in result.refused}
-            errors = {index: (fields[index], f"{fields[index]}: {why}") for index, why in result.refused.items()}
-            ended_early |= fail_requests(requests, errors)
+        if result.failed or result.refused:
+            ended_early |= fail_requests(requests, result)
         outputs, ended = append_tokens(requests, tokens, result.logprobs, ended_early, drafts)
         for row in with_full_page.tolist():
-            request = self._batch.request_at(row)
-            self._register(request, request.num_known - 1)
+            request = batch.request_at(row)
+            self._blocks.register(request, request.num_known - 1)
         for request, status in ended:
             self._finish(request, status)
         if ended or failures:
@@ -580,17 +549,6 @@ class Scheduler:
             outputs.append(failed_output(request.request_id, refused(error)))
         return outputs
 
-    def _take_drafts(self, plan: StepPlan, token_ids: Int32, live: Bool) -> tuple[Int32, list[list[int]]]:
-        """Report the drafts of the `live` sequences. Returns the newest token [S] and the accepted drafts of each."""
-        assert plan.num_drafts is not None
-        accepted = np.count_nonzero(token_ids >= 0, axis=1).astype(np.int32) - 1
-        drafts = plan.num_drafts[live]
-        self._batch.report_drafts(plan.rows[live], drafts, drafts - accepted[live])
-        if self._drafter is not None:
-            self._drafter.report(self._batch, plan.rows[live], drafts, accepted[live])
-        lists = [ids[: max(count, 0)] for ids, count in zip(token_ids.tolist(), accepted.tolist())]
-        return token_ids[np.arange(plan.num_seqs), accepted], lists
-
     # --- finishing ---
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
@@ -600,25 +558,17 @@ class Scheduler:
         else:
             self._free_row(request)
         request.status = status
-        if request.mask_state is not None:
-            self._masks.drop(request)
-            request.mask_state.release()
-        if self._drafter is not None:
-            self._drafter.finish(request.request_id, request.outputs)
-        self._num_masked -= request.mask_state is not None
-        self._num_embedded -= request.embeds is not None
+        for part in request.parts:
+            part.finished(request)
         request.embeds = None  # an incident's record may hold the request for some time
-        self._num_adapted -= request.adapter is not None
         del self._requests[request.request_id]
 
     def _free_row(self, request: Request) -> None:
         """Free blocks and row. Later steps may reuse both at once, because steps run in order."""
         self.kv.free(request, request.row)
+        for part in request.parts:
+            part.stopped(request)
         self._batch.release(request)
-        if self._fair is not None:
-            self._fair.end(request)
-        if request.adapter is not None and self.adapters is not None:
-            self.adapters.release(request.adapter)
         self._order = None
 
     def _drop_finished(self) -> None:
@@ -634,11 +584,52 @@ class Scheduler:
             raise RuntimeError(
                 f"{len(self._requests)} requests, {len(self.running)} running, {len(self.waiting)} waiting"
             )
-        if self.adapters is not None and not self._shares_adapters:
+        if self.adapters is not None:
             self.adapters.check_integrity(self.running)
         for pool in self.kv.pools:
             if not self.running and pool.num_free != pool.num_blocks - 1:
                 raise RuntimeError(f"nothing runs, yet only {pool.num_free} blocks are free")
+
+    # --- incident snapshots ---
+
+    def state(self) -> SchedulerState:
+        """Return the state; takes milliseconds. What changes in a request is not copied."""
+        return SchedulerState(
+            requests=tuple(self._requests.values()),
+            in_flight=tuple(self.in_flight),
+            batch=self._batch.state(),
+            kv=self.kv.state(),
+            counts=replace(self._counts),
+            prefills=self._prefills,
+            fairness=None if self._fair is None else self._fair.state(),
+            adapters=None if self.adapters is None else self.adapters.state(),
+            masks=self._masks.state(),
+            drafts=None if self._drafts is None else self._drafts.state(),
+        )
+
+    def restore(self, state: SchedulerState) -> None:
+        """Replace the state of a new scheduler, whose requests are then those of `state`."""
+        requests = sorted(state.requests, key=_rank)
+        self.running = [request for request in requests if request.row != NO_ROW]
+        self._batch.restore(state.batch, self.running)
+        self.kv.restore(state.kv, self.running)
+        self.in_flight.extend(state.in_flight)
+        self._counts = replace(state.counts)
+        self._prefills = state.prefills
+        for request in requests:
+            request.parts = self._parts_of(request)
+            self._requests[request.request_id] = request
+            if request.row == NO_ROW:
+                self.waiting.push(request)
+        _restore_part(self._fair, state.fairness, requests)
+        _restore_part(self.adapters, state.adapters, requests)
+        _restore_part(self._masks, state.masks, requests)
+        _restore_part(self._drafts, state.drafts, requests)
+
+
+def _restore_part(part: SchedulerPart[StateT] | None, state: StateT | None, requests: Sequence[Request]) -> None:
+    if part is not None and state is not None:
+        part.restore(state, [request for request in requests if part in request.parts])
 
 
 def failed_output(request_id: str, error: RequestError) -> EngineOutput:
@@ -772,11 +763,18 @@ def finish_status(request: Request, token: int, generated: int) -> RequestStatus
     return RequestStatus.FINISHED_LENGTH if generated == request.max_outputs else RUNNING
 
 
-def fail_requests(requests: Sequence[Request], failed: Mapping[int, tuple[str, str]]) -> dict[int, RequestStatus]:
-    """Give the unfinished requests of failed sequences their error: field, reason. Returns their status by index."""
-    for index, error in failed.items():
+def fail_requests(requests: Sequence[Request], result: StepResult) -> dict[int, RequestStatus]:
+    """Give the requests of the result's failed sequences their error: field, reason.
+
+    Returns the status of the unfinished ones by index.
+    """
+    errors = {index: (PROCESSOR_FIELD, why) for index, why in result.failed.items()}
+    for index, why in result.refused.items():
+        history_field = requests[index].rules.history_field
+        errors[index] = history_field, f"{history_field}: {why}"
+    for index, error in errors.items():
         requests[index].error = error
-    return {index: RequestStatus.FINISHED_ERROR for index in failed if not requests[index].is_finished}
+    return {index: RequestStatus.FINISHED_ERROR for index in errors if not requests[index].is_finished}
 
 
 def keep_prompt_logprobs(requests: Sequence[Request], result: StepResult) -> None:

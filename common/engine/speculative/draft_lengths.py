@@ -10,9 +10,11 @@ p is estimated from the sequence's own steps, older ones discounted, and where i
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from pagoda.common.engine.messages import DRAFT_STATES, DraftStats
 from pagoda.common.engine.scheduling.request import RunningBatch
@@ -33,6 +35,18 @@ _FIRST_TRIED: Final = 2.0
 
 _PROBE_TOKENS: Final = 32
 """A sequence whose drafts do not pay gets one draft after this number of tokens, to see whether they do again."""
+
+_ROW_ARRAYS: Final = ("_right", "_tried", "_probed", "_epochs")
+"""Attributes of DraftLengths that have a number per row."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthsState:
+    """The state of DraftLengths."""
+
+    rows: dict[str, npt.NDArray[Any]]  # arrays by row, by the names of the attributes
+    all_right: float
+    all_tried: float
 
 
 class DraftLengths:
@@ -76,6 +90,18 @@ class DraftLengths:
     def state(self, num_seqs: int) -> Literal["batch_size", "acceptance"]:
         """Return why a step of `num_seqs` sequences has no drafts, if none pay."""
         return "batch_size" if self._most_seqs is not None and num_seqs >= self._most_seqs else "acceptance"
+
+    def copy_state(self) -> LengthsState:
+        """Return a copy of the state."""
+        rows = {name: getattr(self, name).copy() for name in _ROW_ARRAYS}
+        return LengthsState(rows, self._all_right, self._all_tried)
+
+    def restore(self, state: LengthsState) -> None:
+        """Replace the state by that of the same number of rows."""
+        for name, values in state.rows.items():
+            getattr(self, name)[:] = values
+        self._all_right = state.all_right
+        self._all_tried = state.all_tried
 
     def _reset_new(self, batch: RunningBatch, rows: Int32) -> None:
         new = rows[self._epochs[rows] != batch.epoch[rows]]

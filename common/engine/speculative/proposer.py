@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.messages import DraftStats
 from pagoda.common.engine.scheduling.request import RunningBatch
-from pagoda.common.engine.speculative.draft_lengths import DraftCounts, DraftLengths
+from pagoda.common.engine.speculative.draft_lengths import DraftCounts, DraftLengths, LengthsState
 from pagoda.common.engine.steps.contract import Int32
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,14 @@ class AssumedProposer:
         """Do nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlannerState:
+    """The state of a DraftPlanner but for a proposer's tables, which follow from the tokens of requests."""
+
+    active: bool
+    lengths: LengthsState | None
+
+
 class DraftPlanner:
     """How many drafts each sequence has, and what became of them.
 
@@ -99,6 +108,16 @@ class DraftPlanner:
     def stats(self) -> DraftStats:
         """Return the counters since the start."""
         return self._counts.stats()
+
+    def state(self) -> PlannerState:
+        """Return a copy of the state."""
+        return PlannerState(self.active, None if self._lengths is None else self._lengths.copy_state())
+
+    def restore(self, state: PlannerState) -> None:
+        """Replace the state."""
+        self.active = state.active
+        if self._lengths is not None and state.lengths is not None:
+            self._lengths.restore(state.lengths)
 
 
 class Drafter(DraftPlanner):

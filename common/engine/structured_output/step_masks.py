@@ -8,11 +8,12 @@ again then. Other clients' sequences go on meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from pagoda.common.engine.scheduling.request import Request, RequestStatus, RunningBatch
+from pagoda.common.engine.scheduling.request import NO_ROW, Request, RequestStatus, RunningBatch, SchedulerPart
 from pagoda.common.engine.steps.contract import GUESSED, Bool, Int32, StepPlan, TokenMasks
 from pagoda.common.engine.structured_output.grammar import Bits
 from pagoda.common.engine.structured_output.memory import ResidentMemory
@@ -36,10 +37,19 @@ FinishStatus = Callable[[Request, int, int], RequestStatus]
 """The status of a request after a token, the last of so many generated."""
 
 
-class StepMasks:
+@dataclass(frozen=True, slots=True)
+class MasksState:
+    """The state of StepMasks but for the grammars' states, which are in `Request.mask_state`."""
+
+    late: tuple[str, ...]  # requests whose next mask is not computed
+    slow: tuple[str, ...]  # requests whose newest mask took long
+
+
+class StepMasks(SchedulerPart[MasksState]):
     """Computes the masks of one scheduler's requests. `clock`: seconds; `memory`: what the process uses."""
 
     def __init__(self, clock: Clock, memory: ResidentMemory | None = None) -> None:
+        self.num_requests = 0  # unfinished requests with token masks
         self._clock = clock
         self._memory = memory or ResidentMemory()
         self._late: dict[str, Request] = {}  # the mask that they need next is not computed
@@ -62,10 +72,37 @@ class StepMasks:
         self._failed = []
         return [(request, error) for request, error in failed if not request.is_finished]
 
-    def drop(self, request: Request) -> None:
-        """Forget a request that ended."""
+    def added(self, request: Request) -> None:
+        self.num_requests += 1
+
+    def finished(self, request: Request) -> None:
+        self.num_requests -= 1
         self._late.pop(request.request_id, None)
         self.slow.pop(request.request_id, None)
+        if request.mask_state is not None:
+            request.mask_state.release()
+
+    def state(self) -> MasksState:
+        return MasksState(late=tuple(self._late), slow=tuple(self.slow))
+
+    def restore(self, state: MasksState, requests: Sequence[Request]) -> None:
+        self.num_requests = len(requests)
+        known = {request.request_id: request for request in requests}
+        self._late = {name: known[name] for name in state.late if name in known}
+        self.slow = {name: known[name] for name in state.slow if name in known}
+
+    def rows_to_run(self, running: Sequence[Request], inflight: Int32) -> Int32:
+        """Return the rows of the `running` requests that may be in the next step.
+
+        `inflight` [rows]: unknown tokens of each row.
+        """
+        rows = [request.row for request in running if not self.withholds(request, int(inflight[request.row]))]
+        return np.array(rows, np.int32)
+
+    @property
+    def slow_rows(self) -> list[int]:
+        """The rows whose masks take long, so that drafts would need several such."""
+        return [request.row for request in self.slow.values() if request.row != NO_ROW]
 
     def add_late(self, requests: Iterable[Request]) -> None:
         """Compute their masks later."""

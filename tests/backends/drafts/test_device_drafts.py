@@ -196,7 +196,7 @@ def run(core: EngineCore, names: Sequence[str] = tuple(RULES)) -> Run:
         return execute(plan)
 
     def count(plan: StepPlan, result: StepResult):
-        requests = core._scheduler._in_flight[0].requests
+        requests = core._scheduler.in_flight[0].requests
         outputs = update(plan, result)
         if plan.num_drafts is not None:
             ran.drafted += int(plan.num_drafts.sum())

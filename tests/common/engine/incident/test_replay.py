@@ -143,10 +143,10 @@ def test_failure_of_the_scheduler_is_repeated(monkeypatch: pytest.MonkeyPatch) -
     core.add_request(request("a", [1, 2, 3]))
     scheduler = core.journal._scheduler  # type: ignore[union-attr]
 
-    plan, steps = type(scheduler)._plan, scheduler._steps
+    plan, steps = type(scheduler)._plan, scheduler.stats().steps
 
     def broken(self: Any, budget: Any, starts: Any) -> Any:
-        if self._steps < steps:
+        if self.stats().steps < steps:
             return plan(self, budget, starts)
         raise RuntimeError("a bug in the plan")
 

@@ -241,13 +241,13 @@ def test_a_restored_pool_goes_on_as_the_one_that_was_captured():
         pool.check_integrity()
         return [*found, take(pool, pool.num_free)]
 
-    state = pool.capture()
+    state = pool.state()
     expected = go_on(pool)
     restored, aged = BlockPool(20, extents=True), BlockPool(20, extents=True)
     restored.restore(state)
     assert go_on(restored) == expected, "what the pool did since does not change the state"
     aged.restore(state)
-    assert aged.capture() == state
+    assert aged.state() == state
     for block in (8, 4, 8):
         aged.touch(block)
     assert aged.reserve(4, 4) == range(16, 20)

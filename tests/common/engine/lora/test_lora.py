@@ -176,7 +176,7 @@ def test_any_traffic_gets_the_answers_of_each_request_alone(
         scheduler = core._scheduler
         assert isinstance(scheduler, Scheduler)
         assert scheduler.adapters is not None
-        assert scheduler.adapters.references == [0] * slots
+        assert scheduler.adapters.slots.references == [0] * slots
         assert len({load.slot for load in backend.announced}) <= slots
     finally:
         slots_module.MOST_OVERTAKEN = before

@@ -39,7 +39,7 @@ def waiting(name: str, rank: int, owner: str = "", group: str = "") -> Request:
 def started(queue: FairQueue) -> str:
     """Start the next sequence and return its name."""
     request = queue.pop()
-    queue.start(request)
+    queue.started(request)
     return request.request_id
 
 
@@ -99,7 +99,7 @@ def test_order_is_that_of_a_plain_search() -> None:
             runs.append(want)
         elif action < 0.95 and runs:
             request = runs.pop(draw.randrange(len(runs)))
-            queue.end(request)
+            queue.stopped(request)
             if not any(each.owner == request.owner for each in waits + runs):
                 served.pop(request.owner)
         elif waits:
@@ -109,7 +109,7 @@ def test_order_is_that_of_a_plain_search() -> None:
                 served.pop(request.owner, None)
         assert len(queue) == len(waits)
     for request in runs:
-        queue.end(request)
+        queue.stopped(request)
     for request in waits:
         queue.remove(request.request_id)
     assert not queue._owners

@@ -824,7 +824,7 @@ class TestMasks:
         bench.scheduler.abort(["a"])
         bench.report(plan)
         assert (bench.plan().masked, bench.plan().masked) == (None, None)
-        assert bench.scheduler._num_masked == 0
+        assert bench.scheduler._masks.num_requests == 0
 
 
 class TestEmbeds:
@@ -844,7 +844,7 @@ class TestEmbeds:
         assert (counts(two), two.embeds.tobytes()) == ([1, 2], b"dd")
         assert bench.step().embeds is None
         assert bench.outputs["e"][-1].finish_reason == "length"
-        assert bench.scheduler._num_embedded == 0
+        assert bench.scheduler._batch.num_embedded == 0
 
     def test_of_several_requests(self):
         bench = Bench()
