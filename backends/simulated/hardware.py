@@ -51,27 +51,89 @@ class ChipSpec:
 
 
 def _gpu(
-    name: str, mebibytes: int, bandwidth: float, bfloat16: float, eight_bits: tuple[float, float | None], link: float
+    name: str,
+    *,
+    mebibytes: int,
+    bandwidth: float,
+    bfloat16: float,
+    int8: float,
+    float8: float | None,
+    link: float,
 ) -> ChipSpec:
-    reserved = 1200 * MIB  # CUDA's context, kernels and the graphs of decode steps
-    return ChipSpec(name, "gpu", mebibytes * MIB, bandwidth, bfloat16, *eight_bits, link, 8, reserved)
-
-
-CHIPS: Final[Mapping[str, ChipSpec]] = {
-    chip.name: chip
-    for chip in (
-        _gpu("a100", 81_920, 2.039e12, 3.12e14, (6.24e14, None), 3.0e11),
-        _gpu("h100", 81_559, 3.35e12, 9.89e14, (1.979e15, 1.979e15), 4.5e11),
-        _gpu("h200", 143_771, 4.8e12, 9.89e14, (1.979e15, 1.979e15), 4.5e11),
-        _gpu("b200", 183_359, 8.0e12, 2.25e15, (4.5e15, 4.5e15), 9.0e11),
-        _gpu("l4", 23_034, 3.0e11, 1.21e14, (2.42e14, 2.42e14), 3.2e10),  # PCI Express
-        # A ring along one axis of the torus, in both directions.
-        ChipSpec("v5e", "tpu", 16 << 30, 8.19e11, 1.97e14, 3.94e14, None, 2 * 4.5e10, 8, 768 * MIB),
-        ChipSpec("v5p", "tpu", 95 << 30, 2.765e12, 4.59e14, 9.18e14, None, 2 * 9e10, 64, 768 * MIB),
-        ChipSpec("v6e", "tpu", 32 << 30, 1.638e12, 9.18e14, 1.836e15, None, 2 * 9e10, 64, 768 * MIB),
-        ChipSpec("v7x", "tpu", 96 << 30, 3.69e12, 1.1535e15, None, 2.307e15, 2 * 1e11, 64, 768 * MIB, 2),
+    return ChipSpec(
+        name=name,
+        kind="gpu",
+        memory=mebibytes * MIB,
+        bandwidth=bandwidth,
+        bfloat16=bfloat16,
+        int8=int8,
+        float8=float8,
+        link=link,
+        largest=8,
+        reserved=1200 * MIB,  # CUDA's context, kernels and the graphs of decode steps
     )
-}
+
+
+def _tpu(
+    name: str,
+    *,
+    gibibytes: int,
+    bandwidth: float,
+    bfloat16: float,
+    int8: float | None,
+    float8: float | None,
+    link_one_way: float,
+    largest: int = 64,
+    devices_per_chip: int = 1,
+) -> ChipSpec:
+    """`link_one_way`: bytes/s of a ring along one axis of the torus, in one of its two directions."""
+    return ChipSpec(
+        name=name,
+        kind="tpu",
+        memory=gibibytes << 30,
+        bandwidth=bandwidth,
+        bfloat16=bfloat16,
+        int8=int8,
+        float8=float8,
+        link=2 * link_one_way,
+        largest=largest,
+        reserved=768 * MIB,
+        devices_per_chip=devices_per_chip,
+    )
+
+
+_CHIPS: Final = (
+    _gpu("a100", mebibytes=81_920, bandwidth=2.039e12, bfloat16=3.12e14, int8=6.24e14, float8=None, link=3.0e11),
+    _gpu("h100", mebibytes=81_559, bandwidth=3.35e12, bfloat16=9.89e14, int8=1.979e15, float8=1.979e15, link=4.5e11),
+    _gpu("h200", mebibytes=143_771, bandwidth=4.8e12, bfloat16=9.89e14, int8=1.979e15, float8=1.979e15, link=4.5e11),
+    _gpu("b200", mebibytes=183_359, bandwidth=8.0e12, bfloat16=2.25e15, int8=4.5e15, float8=4.5e15, link=9.0e11),
+    # The link of an L4 is PCI Express.
+    _gpu("l4", mebibytes=23_034, bandwidth=3.0e11, bfloat16=1.21e14, int8=2.42e14, float8=2.42e14, link=3.2e10),
+    _tpu(
+        "v5e",
+        gibibytes=16,
+        bandwidth=8.19e11,
+        bfloat16=1.97e14,
+        int8=3.94e14,
+        float8=None,
+        link_one_way=4.5e10,
+        largest=8,
+    ),
+    _tpu("v5p", gibibytes=95, bandwidth=2.765e12, bfloat16=4.59e14, int8=9.18e14, float8=None, link_one_way=9e10),
+    _tpu("v6e", gibibytes=32, bandwidth=1.638e12, bfloat16=9.18e14, int8=1.836e15, float8=None, link_one_way=9e10),
+    _tpu(
+        "v7x",
+        gibibytes=96,
+        bandwidth=3.69e12,
+        bfloat16=1.1535e15,
+        int8=None,
+        float8=2.307e15,
+        link_one_way=1e11,
+        devices_per_chip=2,
+    ),
+)
+
+CHIPS: Final[Mapping[str, ChipSpec]] = {chip.name: chip for chip in _CHIPS}
 """Chips by name."""
 
 

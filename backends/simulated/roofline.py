@@ -413,9 +413,10 @@ class _Linear:
         return sums
 
     def _add_expert(self, moe: Moe, products: float, reading: float) -> None:
-        key = moe.experts, moe.router.top_k
-        before = self.mixtures.get(key, ExpertSeconds(*key))
-        share = moe.router.top_k / moe.experts
+        chosen = moe.router.top_k
+        key = moe.experts, chosen
+        before = self.mixtures.get(key, ExpertSeconds(experts=moe.experts, chosen=chosen))
+        share = chosen / moe.experts
         self.mixtures[key] = replace(before, token=before.token + products * share, all=before.all + reading)
 
 

@@ -167,7 +167,13 @@ class Journal:
                     groups.append(GroupSpec("full", group.pool))
         extents = self._scheduler.kv.pools[0].extents
         layout = self._layout
-        return KvShape(tuple(groups), layout.block_size, layout.snapshot_tokens, self._num_blocks, extents)
+        return KvShape(
+            groups=tuple(groups),
+            block_size=layout.block_size,
+            snapshot_tokens=layout.snapshot_tokens,
+            num_blocks=self._num_blocks,
+            extents=extents,
+        )
 
 
 Keyed = Callable[[bytes], str]
@@ -300,7 +306,13 @@ def _event(entry: _Entry, keyed: Keyed, *, tokens: bool) -> Event:
         case list():
             return Aborted(entry)
         case _Plan():
-            return Planned(entry.step, entry.num_seqs, entry.num_tokens, entry.failed, entry.withheld)
+            return Planned(
+                step=entry.step,
+                num_seqs=entry.num_seqs,
+                num_tokens=entry.num_tokens,
+                failed=entry.failed,
+                withheld=entry.withheld,
+            )
         case _Result():
             return Reported(entry.step, entry.finished, entry.failed)
         case _Queued(request, state):

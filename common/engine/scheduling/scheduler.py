@@ -159,7 +159,9 @@ class Scheduler:
 
     def add(self, request: EngineRequest, mask_state: TokenMaskState | None = None) -> None:
         """Queue a request. Raises RequestError naming the field if it can never run."""
-        self._check(request)
+        if request.request_id in self._requests:
+            raise RequestError("request_id", f"request {request.request_id} is already in the engine")
+        check_request(request, self.limits, self.kv, has_adapters=self.adapters is not None)
         num_prompt = len(request.prompt_token_ids)
         # The last token is sampled but never computed, so it needs no slot in the cache.
         limit = min(num_prompt + request.max_tokens, self.limits.max_model_len, self.kv.max_tokens + 1)
@@ -190,27 +192,6 @@ class Scheduler:
         if self._last_prompt[0] is not request.prompt_token_ids:
             self._last_prompt = request.prompt_token_ids, np.array(request.prompt_token_ids, np.int32)
         return self._last_prompt[1]
-
-    def _check(self, request: EngineRequest) -> None:
-        num_prompt = len(request.prompt_token_ids)
-        if request.request_id in self._requests:
-            raise RequestError("request_id", f"request {request.request_id} is already in the engine")
-        if not num_prompt:
-            raise RequestError("prompt", "the prompt is empty")
-        if request.max_tokens < 1:
-            raise RequestError("max_tokens", f"{request.max_tokens} is not a positive number of tokens")
-        if num_prompt >= self.limits.max_model_len:
-            raise RequestError(
-                "prompt", f"{num_prompt} tokens leave no room to answer in a context of {self.limits.max_model_len}"
-            )
-        if request.adapter is not None and self.adapters is None:
-            raise RequestError(LORA_FIELD, "the engine has no LoRA adapters; start it with --enable-lora")
-        if not self.kv.fits(num_prompt + 1):
-            raise RequestError(
-                "prompt",
-                f"{num_prompt} tokens do not fit the KV cache of "
-                f"{per_pool(pool.num_blocks - 1 for pool in self.kv.pools)} blocks of {self.kv.block_size} tokens",
-            )
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests; unknown ids are skipped. Results of steps in flight are discarded for them."""
@@ -303,7 +284,9 @@ class Scheduler:
     def _schedule(self) -> StepPlan | None:
         is_waiting = len(self.waiting) > 0
         if is_waiting and self._fair is not None:
-            self._make_room(self._fair)
+            victim = self._fair.make_room(self._batch.num_free, self.running)
+            if victim is not None:
+                self._preempt(victim)
         preemptions = self._counts.preemptions
         budget = self._budget_running()
         if self.kv.snapshot_tokens:
@@ -315,11 +298,6 @@ class Scheduler:
         if not len(budget.rows):
             return None
         return self._plan(budget, starts)
-
-    def _make_room(self, queue: FairQueue) -> None:
-        """Preempt a sequence if it keeps the next waiting one from running at all."""
-        if (victim := queue.make_room(self._batch.num_free, self.running)) is not None:
-            self._preempt(victim)
 
     def _budget_running(self) -> TokenBudget:
         """Return what running requests compute, with blocks allocated for all of it; preempts where blocks lack."""
@@ -630,6 +608,27 @@ class Scheduler:
 def _restore_part(part: SchedulerPart[StateT] | None, state: StateT | None, requests: Sequence[Request]) -> None:
     if part is not None and state is not None:
         part.restore(state, [request for request in requests if part in request.parts])
+
+
+def check_request(request: EngineRequest, limits: Limits, kv: KvManager, *, has_adapters: bool) -> None:
+    """Raise RequestError naming the field if a request could not run even alone."""
+    num_prompt = len(request.prompt_token_ids)
+    if not num_prompt:
+        raise RequestError("prompt", "the prompt is empty")
+    if request.max_tokens < 1:
+        raise RequestError("max_tokens", f"{request.max_tokens} is not a positive number of tokens")
+    if num_prompt >= limits.max_model_len:
+        raise RequestError(
+            "prompt", f"{num_prompt} tokens leave no room to answer in a context of {limits.max_model_len}"
+        )
+    if request.adapter is not None and not has_adapters:
+        raise RequestError(LORA_FIELD, "the engine has no LoRA adapters; start it with --enable-lora")
+    if not kv.fits(num_prompt + 1):
+        raise RequestError(
+            "prompt",
+            f"{num_prompt} tokens do not fit the KV cache of "
+            f"{per_pool(pool.num_blocks - 1 for pool in kv.pools)} blocks of {kv.block_size} tokens",
+        )
 
 
 def failed_output(request_id: str, error: RequestError) -> EngineOutput:

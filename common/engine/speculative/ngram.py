@@ -37,8 +37,10 @@ class NgramProposer(Proposer):
         table = self._table
         numbers = self._numbers(request_ids, prompts)
         known = table.lengths(numbers) - _sizes(prompts)
-        table.extend(numbers, *_from(outputs, known))
-        lengths = table.write_drafts(numbers, *_from(drafts, np.zeros_like(known)))
+        new_counts, new_tokens = _from(outputs, known)
+        table.extend(numbers, counts=new_counts, tokens=new_tokens)
+        draft_counts, draft_tokens = _from(drafts, np.zeros_like(known))
+        lengths = table.write_drafts(numbers, counts=draft_counts, tokens=draft_tokens)
         ends = table.find(numbers, lengths)
         guesses = table.continuations(numbers, ends, lengths, max(wanted))
         counts = np.minimum(np.logical_and.accumulate(guesses != EMBEDDED, axis=1).sum(1), wanted)

@@ -86,7 +86,7 @@ def designed() -> list[MeasuredStep]:
     for tokens, singles in itertools.product((16, 64, 256), (3, 7)):
         cases.append(([1] * singles + [tokens - singles], [100] * singles + [tokens - singles], singles + 1))
         cases.append(([tokens // 4] * 4, [tokens // 4] * 4, 4))
-    return [step(*case, seconds_of(*case)) for case in cases]
+    return [step(query, context, sampled, seconds_of(query, context, sampled)) for query, context, sampled in cases]
 
 
 def test_a_fit_finds_known_costs() -> None:
