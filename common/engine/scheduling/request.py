@@ -433,7 +433,7 @@ class RunningBatch:
 
     def requests_at(self, rows: Int32) -> list[Request]:
         """Return the requests in `rows`, all of them taken."""
-        return [request for row in rows.tolist() if (request := self.request[row]) is not None]
+        return list(filter(None, map(self.request.__getitem__, rows.tolist())))
 
     def state(self) -> BatchState:
         """Return a copy of the state."""
