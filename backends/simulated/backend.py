@@ -211,9 +211,9 @@ class RowStates:
         self._first = vocab // 4
         self._count = max(1, vocab // 2)
         self._acceptance = acceptance_rate
-        self._digest: UInt32 = np.zeros(limits.max_num_seqs, np.uint32)  # of prompt and seed
+        self._digest: UInt32 = np.zeros(limits.max_num_seqs, np.uint32)  # digest of each row's prompt and seed
         self._known = np.zeros(limits.max_num_seqs, np.int64)  # tokens of the sequence, prompt included
-        self._prompt = np.zeros(limits.max_num_seqs, np.int64)  # of these, prompt tokens
+        self._prompt = np.zeros(limits.max_num_seqs, np.int64)  # prompt tokens of the sequence
         self._prescribed: dict[int, Int32] = {}  # row -> its output tokens
         self._logprobs: dict[int, int] = {}  # row -> best tokens to report
         self._prompt_logprobs: dict[int, tuple[int, Int32]] = {}  # row -> the same, and the prompt

@@ -280,17 +280,17 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     format: int
     model: str
-    parameters: int  # of the model, as a check that another one is not simulated with its times
+    parameters: int  # the model's parameters: another model is not simulated with its times
     backend: str
     device: str
     created: str  # UTC
-    version: str  # of pagoda
-    settings: dict[str, str | int]  # of the engine, which the times hold for
+    version: str  # pagoda's version
+    settings: dict[str, str | int]  # settings of the engine whose steps were measured
     machine: MeasuredPlatform
     prefers_extents: bool
     kv_cache_bytes: int
-    block_bytes: list[int]  # of a block of each pool
-    block_elements: list[int]  # of the same
+    block_bytes: list[int]  # bytes of a block, by pool
+    block_elements: list[int]  # elements of a block, by pool
     weight_bytes: int
     host: HostCosts
     fit: Fit

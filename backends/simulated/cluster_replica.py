@@ -69,7 +69,7 @@ class ReplicaLimits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    num_blocks: int  # of the KV cache, without the null block; each holds `block_size` tokens of a sequence
+    num_blocks: int  # KV blocks without the null block; each holds `block_size` tokens
     block_size: int
     plans_ahead: bool = True  # the next step is planned while one runs
     prefix_caching: bool = True
@@ -82,7 +82,7 @@ class _PartialPrompt:
     request: int
     computed: int
     wanted: int  # tokens to compute before it samples
-    blocks: int  # of its own
+    blocks: int  # blocks that it does not share with other sequences
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class RequestProgress:
     preemptions: int = 0
     steps: int = 0
     hit_tokens: int = 0
-    prompt_tokens: int = 0  # of requests that were started
+    prompt_tokens: int = 0  # prompt tokens of the requests that were started
 
     @classmethod
     def of(cls, size: int) -> RequestProgress:
@@ -177,8 +177,8 @@ class Replica:
         self._progress = progress
         self.finished: list[tuple[float, int]] = []  # (time, request) of those that ended since the caller cleared it
         self._now = 0.0  # when the next step starts
-        self._horizon = 0.0  # until when requests arrived that its plan knows
-        self._arrived: deque[int] = deque()  # that no plan knows yet
+        self._horizon = 0.0  # the next plan knows the requests that arrived until then
+        self._arrived: deque[int] = deque()  # requests that no plan knows yet
         self._waiting: deque[int] = deque()
         self._prefills: list[_PartialPrompt] = []
         # Decoding sequences. A sequence has `base` + `clock` tokens in the cache.
@@ -191,15 +191,15 @@ class Replica:
         if isinstance(model, SumModel) and model.adds_contexts:
             self._batch_seconds = model.batch_seconds
         self._ends: list[tuple[int, int]] = []  # heap of (clock after the last token, request)
-        self._phases = [0] * limits.block_size  # by the clock, modulo the block size, at which they need a block
-        self._own_blocks: dict[int, tuple[int, int]] = {}  # of sequences that ended: blocks, those of whole pages
+        self._phases = [0] * limits.block_size  # rows that need a block at each clock modulo the block size
+        self._own_blocks: dict[int, tuple[int, int]] = {}  # ended request -> its blocks, those of full pages
         self._free = limits.num_blocks
         self._cache = _BlockCache()
         self._prefix_of: dict[int, tuple[int, int]] = {}  # running request -> its prefix, and blocks of it
         self._generated: dict[int, int] = {}  # tokens of preempted requests
-        self._ended: list[int] = []  # in the newest step: the plan of the next one does not know it
+        self._ended: list[int] = []  # requests that the newest step ended; the next plan does not know it
         self._planned = 0  # tokens that decoding sequences have blocks for beyond `clock`
-        self._least_output = 0  # of the requests that wait, at most
+        self._least_output = 0  # no waiting request has fewer output tokens
 
     # --- requests ---
 

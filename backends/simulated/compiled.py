@@ -27,7 +27,7 @@ class StepProgram:
     seqs: int
     context: int  # tokens of the longest sequence that its block tables hold
     decode_only: bool
-    seconds: float  # of all operations with an estimate
+    seconds: float  # time of all operations that the compiler estimates
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class CompiledModel:
 
     roofline: RooflineModel
     programs: ReportedPrograms
-    step_seconds: float  # to start a step
+    step_seconds: float  # time to start a step
 
     def seconds(self, load: StepLoad) -> float:
         """Return the time of a step."""

@@ -17,12 +17,12 @@ PAUSE: Final = 0.05
 class HostCosts:
     """Seconds of the engine's thread around a step; while the device computes the step before, they take no time."""
 
-    plan_step: float = 0.0  # to plan and start a step
-    plan_sequence: float = 0.0  # for each of its sequences
-    start_request: float = 0.0  # for each request that starts in it
-    report_step: float = 0.0  # to apply its result, before its tokens leave the engine
-    report_sequence: float = 0.0  # for each of its sequences
-    after_pause: float = 0.0  # by which a step is longer that begins when the device had nothing to do for PAUSE
+    plan_step: float = 0.0  # host time to plan and start a step
+    plan_sequence: float = 0.0  # more host time per sequence of the step
+    start_request: float = 0.0  # more host time per request that starts in the step
+    report_step: float = 0.0  # host time to apply a step's result
+    report_sequence: float = 0.0  # more host time per sequence of the step
+    after_pause: float = 0.0  # added to a step that begins after an idle time of PAUSE
 
 
 @dataclass(frozen=True, slots=True)

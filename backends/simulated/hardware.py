@@ -25,10 +25,10 @@ MIB: Final = 1 << 20
 class ChipSpec:
     """One kind of device."""
 
-    name: str  # as --hardware takes it
+    name: str  # the value of --hardware
     kind: Kind
     memory: int  # bytes
-    bandwidth: float  # of the memory, bytes/s
+    bandwidth: float  # memory bandwidth, bytes/s
     bfloat16: float  # peak FLOP/s
     int8: float | None  # None: multiplied as bfloat16
     float8: float | None
@@ -144,10 +144,10 @@ class Efficiency:
     No share is fitted to the figures that docs/guides/capacity-planning.md compares predictions with.
     """
 
-    products: float  # of the peak FLOP/s, in linear layers of large steps, element-wise operations included
-    weights: float  # of the memory's bandwidth, where steps are small
-    attention_memory: float  # of the bandwidth, over the KV cache of sequences with one token
-    attention_products: float  # of the peak FLOP/s, over prompts
+    products: float  # share of the peak FLOP/s in linear layers of large steps, element-wise operations included
+    weights: float  # share of the memory bandwidth in small steps
+    attention_memory: float  # share of the memory bandwidth in attention of sequences with one token
+    attention_products: float  # share of the peak FLOP/s in attention over prompts
     links: float
     layer_seconds: float  # gaps between the kernels of a layer
     step_seconds: float  # start of a step, and sampling

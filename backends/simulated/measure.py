@@ -73,7 +73,7 @@ class TrialShape:
     chunks: tuple[int, ...] = ()  # tokens of each chunk of a prompt
     before: int = 0  # tokens in the cache before each chunk
     ends: bool = True  # the chunks end their prompts: a token is sampled after each
-    drafts: int = 0  # of each sequence with one token, beside it
+    drafts: int = 0  # drafts of each sequence with one token, beside that token
 
     @property
     def num_tokens(self) -> int:
@@ -272,7 +272,7 @@ class TimedBackend:
         self._clock = clock
         self.capabilities = backend.capabilities
         self.plans: list[StepPlan] = []
-        self.spans: list[tuple[float, float]] = []  # by plan, of those whose results were fetched
+        self.spans: list[tuple[float, float]] = []  # start and end of each step whose result was fetched
 
     def execute(self, plan: StepPlan) -> _TimedStep:
         self.plans.append(plan)
@@ -386,7 +386,7 @@ def measure_host(backend: Backend, layout: KvLayout, limits: Limits, num_blocks:
     return HostCosts(
         plan_step=planning[0],
         plan_sequence=planning[1],
-        start_request=max(0.0, float(start[-1])),  # where first calls cost least
+        start_request=max(0.0, float(start[-1])),  # the time of starts whose first calls cost least
         report_step=reporting[0],
         report_sequence=reporting[1],
     )

@@ -45,7 +45,7 @@ class ServedModel:
     spec: ModelSpec
     dtype: str = "bfloat16"
     kv_dtype_bytes: int = 2
-    schemes: Mapping[str, Scheme] = field(default_factory=dict)  # of the parameters that are quantised
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)  # parameter -> the scheme that it is quantised with
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class ExpertSeconds:
     """The experts of all mixtures with as many experts, of which a token chooses as many."""
 
     experts: int
-    chosen: int  # per token
+    chosen: int  # experts that a token chooses
     token: float = 0.0  # products of a token with all its experts
     all: float = 0.0  # reading every expert
 
@@ -120,10 +120,10 @@ class AttentionSeconds:
     """The attention of all layers whose queries see equally many tokens."""
 
     span: int | None  # tokens; None: all
-    read: float = 0.0  # of the cache, per attended token and sequence
+    read: float = 0.0  # time to read the cache, per attended token and sequence
     pair: float = 0.0  # products, of sequences with one token
     prefill_pair: float = 0.0  # products, of sequences with several
-    scan_read: float = 0.0  # per token of the context
+    scan_read: float = 0.0  # time to scan a token of the context
     scan_pair: float = 0.0
 
     def decode(self, context: Int64) -> float:
@@ -174,9 +174,9 @@ class RooflineModel:
     head: float  # reading the head
     attention: tuple[AttentionSeconds, ...]
     state: float  # reading and writing the recurrent state of a sequence
-    recurrence: float  # of a token
-    exchanged: float  # by the tensor-parallel devices, per token
-    exchanged_row: float  # per sampled position
+    recurrence: float  # time of the recurrence, per token
+    exchanged: float  # time of exchanges between tensor-parallel devices, per token
+    exchanged_row: float  # time of these exchanges per sampled position
     fixed: float  # gaps, and the latency of exchanges
     drafter: StepTimeModel | None = None  # None: guesses are made by the host, or take no time
 
@@ -273,7 +273,7 @@ def hardware_model(
     spec = served.spec
     layers = len(spec.layers)
     exchanges = _Exchanges(served.tensor_parallel, chip, reached)
-    reductions = 1 + sum(_reductions(layer) for layer in spec.layers)  # that of the embedding is the first
+    reductions = 1 + sum(_reductions(layer) for layer in spec.layers)  # the embedding has one
     state = 2 * _STATE_BYTES * sum(_state_elements(served)) / (chip.bandwidth * reached.weights)
     recurrence = sum(mixer.work().token_flops for mixer in spec.mixers) / served.tensor_parallel
     logits = 8 * spec.vocab / served.tensor_parallel / (chip.bandwidth * reached.weights)  # float32: written, read

@@ -20,7 +20,7 @@ class StepLoad:
     query_lens: Int64  # [S] tokens computed of each sequence, its drafts included; all positive
     context_lens: Int64  # [S] tokens in its KV cache after the step, the computed ones included
     num_sampled: int  # positions with logits: one per sequence that samples, and one per draft
-    num_drafts: int = 0  # of the tokens, drafts to verify
+    num_drafts: int = 0  # tokens of the step that are drafts to verify
     num_guesses: int = 0  # tokens that a drafter model proposes after the step, over all sequences
 
     @classmethod

@@ -177,7 +177,7 @@ class EngineCore:
         self._kv_managers = tuple(kv_managers)
         self._grammars = GrammarQueue(scheduler.add if journal is None else self._add_recorded, structured)
         self._adapters = adapters
-        self.profiler: StepProfiler | None = None  # with --profiler-config
+        self.profiler: StepProfiler | None = None  # set with --profiler-config
         self._depth = 2 if limits.async_scheduling else 1  # steps in flight
         self._pending: deque[tuple[Any, Pending[Any]]] = deque()
         self._unchecked_steps = 0

@@ -137,7 +137,7 @@ class Metrics:
     def forget_adapter(self, name: str) -> None:
         """Remove the series of an adapter that is served no longer."""
         for kind in _ADAPTER_TOKENS:
-            with suppress(KeyError):  # it served no request
+            with suppress(KeyError):  # The model has served no request.
                 self._adapter_tokens.remove(self.model_name, name, kind)
 
     def _on_adapted(self, sequence: FinishedSequence, name: str) -> None:

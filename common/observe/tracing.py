@@ -45,7 +45,7 @@ class RequestTrace:
     """What a span tells about an ended request. Times are monotonic seconds, 0 for events that did not occur."""
 
     request_id: str
-    parent: Context | None  # of `Tracer.parent`
+    parent: Context | None  # context that `Tracer.parent` returned
     arrival_time: float  # Unix seconds
     arrival: float
     queued: float  # the prompt is tokenised and sent to the engine
@@ -54,7 +54,7 @@ class RequestTrace:
     last_token: float
     prompt_tokens: int
     completion_tokens: int
-    finish_reasons: tuple[str, ...]  # of each sequence; "error": the engine failed
+    finish_reasons: tuple[str, ...]  # one per sequence; "error": the engine failed
     n: int = 1
     temperature: float | None = None
     top_p: float | None = None
@@ -104,7 +104,7 @@ class Tracer:
 
     def record(self, request: RequestTrace) -> None:
         """Queue the spans of an ended request for export."""
-        offset = request.arrival_time - request.arrival  # from monotonic to Unix seconds
+        offset = request.arrival_time - request.arrival  # difference between Unix and monotonic seconds
         end = max(request.last_token, request.first_token, request.scheduled, request.queued, request.arrival)
         span = self._tracer.start_span(
             REQUEST_SPAN,

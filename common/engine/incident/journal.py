@@ -61,7 +61,7 @@ class _Plan:
     step: int | None = None
     num_seqs: int = 0
     num_tokens: int = 0
-    failed: bool = True  # until the scheduler returns
+    failed: bool = True  # cleared when the scheduler returns
     withheld: int = 0
 
 

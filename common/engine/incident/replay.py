@@ -237,7 +237,7 @@ def _in_flight(step: InFlightRecord, requests: Mapping[str, Request]) -> InFligh
 
 def _layout(shape: KvShape) -> KvLayout:
     def spec(kind: str, pool: int, window: int) -> CacheSpec:
-        # pools differ in kind; the head size tells those of one kind apart
+        # Pools differ in kind; the head size tells those of one kind apart.
         match kind:
             case "window":
                 return WindowCache(1, pool + 1, window)

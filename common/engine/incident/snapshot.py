@@ -35,7 +35,7 @@ class KvShape(msgspec.Struct, frozen=True):
     groups: tuple[GroupSpec, ...]
     block_size: int
     snapshot_tokens: int
-    num_blocks: tuple[int, ...]  # of each pool, the null block included
+    num_blocks: tuple[int, ...]  # blocks of each pool, the null block included
     extents: bool
 
 
@@ -81,11 +81,11 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int | None
     num_preemptions: int
     tables: list[GroupTable]
-    digests: list[Digest]  # of all pages known at the incident
+    digests: list[Digest]  # digests of all pages known at the incident
     is_masked: bool  # under a grammar or a reasoning budget
     rules: dict[str, Any]  # sampling rules that differ from the defaults; of lists the length
     token_ids: list[int] | None = None  # all known at the incident; None unless asked for
-    token_cost: int = 1  # of a step's budget
+    token_cost: int = 1  # what each of its tokens takes of a step's budget
 
 
 class InFlightRecord(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ class SchedulerRecord(msgspec.Struct, frozen=True, kw_only=True):
     free_rows: list[int]
     epochs: int
     in_flight: list[InFlightRecord]
-    served: dict[str, int]  # of the fair queue: when a key last got a row
+    served: dict[str, int]  # key -> when it last got a row, in the fair queue
     rows_given: int
     lacks_blocks: bool
     prefills: bool
@@ -178,7 +178,7 @@ class PlanDetail(msgspec.Struct, frozen=True, kw_only=True):
     context: list[int]
     samples: list[bool]
     starts: list[int]  # rows that a request took
-    tables: list[list[list[int]]]  # by KV group and sequence
+    tables: list[list[list[int]]]  # block tables by KV group and sequence
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,7 +54,7 @@ class BlockPool:
         self._prev: list[int] = [NULL_BLOCK, self._empty, *range(1, num_blocks), self._cached, self._reserved]
         self._keys: list[PageKey | None] = [None] * num_blocks
         self._blocks: dict[PageKey, int] = {}
-        # array and bytearray: fast element access, and numpy reads the same memory when it searches a run.
+        # Elements of array and bytearray are read fast, and numpy reads the same memory when it searches a run.
         self._refs = array("i", bytes(4 * num_blocks))
         self._is_reserved = bytearray(num_blocks)
         self._released_at = array("q", bytes(8 * num_blocks))

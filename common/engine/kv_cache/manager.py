@@ -30,7 +30,7 @@ class PrefixHit:
 
     num_tokens: int
     blocks: tuple[list[int], ...]  # one list per group
-    snapshots: tuple[int, ...]  # per group: the block with the recurrent state after the prefix, else NULL_BLOCK
+    snapshots: tuple[int, ...]  # each group's block with the recurrent state after the prefix, or NULL_BLOCK
 
 
 class GroupRule:
@@ -215,7 +215,7 @@ class KvManager:
     def __init__(
         self,
         layout: KvLayout,
-        num_blocks: tuple[int, ...],  # of each pool, the null block included
+        num_blocks: tuple[int, ...],  # blocks of each pool, the null block included
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -232,12 +232,12 @@ class KvManager:
         self._grows = growing_pools(self.rules)
         self.caches_prefixes = prefix_caching
         self._states = tuple(rule for rule in self.rules if isinstance(rule, StateRule))
-        # tokens between two snapshots of recurrent state; 0: there are none
+        # The tokens between two snapshots of recurrent state; 0: there are none.
         self.snapshot_tokens = layout.snapshot_pages * layout.block_size if self._states and prefix_caching else 0
         self._copies: tuple[dict[int, int], ...] = tuple({} for _ in self.pools)  # destination -> source
         max_pages = self.pages(max_model_len)
         self._tables = [np.full((max_num_seqs, max_pages), NULL_BLOCK, np.int32) for _ in self.rules]
-        # of a sequence that runs alone
+        # The tokens of the longest sequence that the blocks hold when it runs alone.
         self.max_tokens = longest_alone(self.rules, num_blocks, max_pages, max_step_tokens) * self.block_size
 
     def pages(self, num_tokens: int) -> int:

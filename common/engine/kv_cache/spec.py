@@ -28,7 +28,7 @@ class KvGroup:
 
     spec: CacheSpec
     layers: tuple[int, ...]  # cache numbers (see ModelSpec.caches); layers[j] uses cache array j
-    windows: tuple[int | None, ...] = ()  # of each layer, where several windows share the table; (): of `spec`
+    windows: tuple[int | None, ...] = ()  # each layer's window where several share the table; (): that of `spec`
     pool: int = 0  # index in KvLayout.pools
 
     @property
@@ -47,7 +47,7 @@ class PoolSpec:
     """Blocks of one size, which several groups may share."""
 
     kind: CacheSpec  # what a block holds per layer; windows share the blocks of full caches
-    block_elements: int  # per block, over the pool's arrays
+    block_elements: int  # elements of a block in all of the pool's arrays
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class AdapterSlots:
 
     def __init__(self, count: int, ready: Container[Adapter]) -> None:
         self.ready = ready
-        self.references = [0] * count  # of each slot: running requests
+        self.references = [0] * count  # running requests that use each slot
         self._adapters: list[Adapter | None] = [None] * count
         self._slots: dict[Adapter, int] = {}  # least recently used first
         self._loads: list[AdapterLoad] = []
@@ -144,10 +144,10 @@ class AdapterQueue(WaitingQueue):
         self.slots = slots
         self._make = make
         self._queues: dict[Adapter | None, WaitingQueue] = {}
-        self._adapter_of: dict[str, Adapter | None] = {}  # by request
+        self._adapter_of: dict[str, Adapter | None] = {}  # request -> its adapter
         self._blocked: Request | None = None  # the first by rank that waits for a slot
         self._overtaken = 0  # requests that ran before it since
-        self._next: Request | None = None  # that `peek` returned
+        self._next: Request | None = None  # the request that `peek` returned last
 
     def push(self, request: Request) -> None:
         self._next = None

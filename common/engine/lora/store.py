@@ -148,7 +148,7 @@ class AdapterLoader:
         self._store = store
         self._slots = scheduler.adapters.slots
         self._slots.ready = store.loaded
-        self._known: set[Adapter] = set()  # that `load_now` read
+        self._known: set[Adapter] = set()  # adapters that `load_now` read
 
     def update(self) -> list[EngineOutput]:
         """Before steps are planned: take in what was read, read what waiting requests need next.

@@ -45,7 +45,7 @@ class PoolingScheduler:
         self._clock = clock
         self._waiting = waiting_queue(limits.policy)
         self._requests: dict[str, Request] = {}  # running and waiting
-        self._parts: dict[str, list[Float32]] = {}  # of unfinished requests: outputs of the task's parts so far
+        self._parts: dict[str, list[Float32]] = {}  # unfinished request -> outputs of the task's parts so far
         self._in_flight: deque[_InFlightBatch] = deque()
         self._added = self._steps = self._recompiles = 0
 

@@ -34,7 +34,7 @@ class PoolingRules:
     task: PoolingTask  # one of the model's; `score` is `classify` of a pair by a model with one label
     use_activation: bool  # normalise embeddings, apply the model's sigmoid or softmax to labels
     dimensions: int | None = None  # leading dimensions kept of an embedding (Matryoshka), before it is normalised
-    second_text: int | None = None  # in a pair, first token of the second text (token type 1); None: no pair
+    second_text: int | None = None  # first token of a pair's second text (token type 1); None: no pair
     selection: TokenSelection = TokenSelection()  # tokens that have an output, in tasks with one per token
 
     def parts(self) -> tuple[PoolingRules, ...]:

@@ -41,7 +41,7 @@ class BatchUpdate:
 
     batch_size: int
     removed: Sequence[int]
-    # (index, params, prompt token ids, output token ids: a list that grows with the output)
+    # An entry is (index, params, prompt token ids, output token ids); the last list grows with the output.
     added: Sequence[tuple[int, Any, list[int] | None, list[int]]]
     moved: Sequence[tuple[int, int, MoveDirectionality]]
 
@@ -181,8 +181,8 @@ class LogitsBatch:
         self._makers = makers
         self._params_of = params_of
         self._members: list[_Member] = []
-        self._order: list[int] = []  # of the latest step: for each member its index among the sequences
-        self._has_failed = False  # in the latest step
+        self._order: list[int] = []  # each member's index among the sequences of the latest step
+        self._has_failed = False  # whether it failed in the latest step
         self._make_processors()
 
     @property

@@ -58,7 +58,7 @@ class LogitEdits:
     stops: Int32  # stop ids, masked until min_tokens
     words: BannedWords | None
     allowed: UInt32 | None  # [ceil(V/32)], see `allowed_bits`
-    lists: tuple[object, ...] = ()  # of the rules that it was compiled from: their ids stay theirs
+    lists: tuple[object, ...] = ()  # lists of the rules it was compiled from, kept so that their ids are not reused
 
     @classmethod
     def of(cls, rules: SamplingRules, vocab: int) -> Self:

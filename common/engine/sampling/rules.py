@@ -49,7 +49,7 @@ class SamplingRules:
     stop_ids: tuple[int, ...] = ()  # masked while fewer than `min_tokens` tokens were generated
     seed: int = 0
     logprobs: int | None = None  # best tokens to report; 0: only the sampled one, -1: all, None: no report
-    prompt_logprobs: int | None = None  # the same for prompt tokens
+    prompt_logprobs: int | None = None  # number of logprobs of each prompt token; None: none
     logprob_token_ids: tuple[int, ...] = ()  # report these instead of the best; `logprobs` is -1 then
     extra_args: Mapping[str, Any] | None = None  # read by logits processors only
 

@@ -101,7 +101,7 @@ class RowTable:
 class SampledRow:
     """One sequence that samples in a step."""
 
-    index: int  # of its row of logits
+    index: int  # index of its row of logits
     row: int
     known: int  # tokens known so far, prompt included
     state: SamplingState
@@ -270,7 +270,7 @@ def by_sequence(rows: Sequence[SampledRow], width: int) -> Iterator[tuple[int, l
 class PromptTargets:
     """Prompt tokens of one sequence whose log-probabilities follow from a step."""
 
-    index: int  # of the sequence in the plan
+    index: int  # index of the sequence in the plan
     begin: int  # token of the step whose logits score the first target; the others follow
     targets: Int32  # [n] token ids
     best: int  # how many best tokens to report, -1: all

@@ -44,7 +44,7 @@ class _Owner:
     """The requests of one key. `heap` has (running, rank, group) of groups; outdated entries are skipped."""
 
     running: int = 0
-    served: int = 0  # when it last got a row, in rows given so far
+    served: int = 0  # number of rows given when it last got one
     groups: dict[str, _Group] = field(default_factory=dict)
     heap: list[tuple[int, Rank, str]] = field(default_factory=list)
 
@@ -76,7 +76,7 @@ class _Owner:
 class FairState:
     """The state of a FairQueue but for its requests."""
 
-    served: Mapping[str, int]  # when each key last got a row, in rows given so far
+    served: Mapping[str, int]  # key -> number of rows given when it last got one
     rows_given: int
     lacks_blocks: bool
 
@@ -111,7 +111,7 @@ class FairQueue(WaitingQueue, SchedulerPart[FairState]):
         return owner, group
 
     def push_front(self, request: Request) -> None:
-        self.push(request)  # by its rank it is before those that came later
+        self.push(request)  # Its rank puts it before those that came later.
 
     def peek(self) -> Request:
         if self._next is None:

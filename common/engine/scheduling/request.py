@@ -85,7 +85,7 @@ class Request:
     prompt: Int32
     rules: SamplingRules
     limit: int  # tokens at which it ends by length, prompt included
-    max_outputs: int  # the same without the prompt
+    max_outputs: int  # generated tokens at which it ends by length
     is_plain: bool  # no logprobs of any kind
     rank: tuple[float, ...]  # position in the queue, smaller first
     stop_token_ids: frozenset[int]
@@ -107,8 +107,8 @@ class Request:
     scheduled: float = 0.0  # when it first ran, on the scheduler's clock
     has_token_only: bool = False  # its next output has a token and nothing else, unless it finishes
     prompt_logprobs: list[PositionLogprobs] | None = None
-    token_cost: int = 1  # of a step's budget, for each token of a chunk
-    mask_state: TokenMaskState | None = None  # of requests with a grammar or a reasoning budget
+    token_cost: int = 1  # what each token of a chunk takes of a step's budget
+    mask_state: TokenMaskState | None = None  # set for a grammar or a reasoning budget
     error: tuple[str, str] | None = None  # field and reason, of a request that a logits processor failed
     embeds: UInt8 | None = None  # [n, bytes] of the prompt positions that are EMBEDDED
     pooling: PoolingRules | None = None  # how a pooling model pools the prompt; None: it generates
@@ -370,11 +370,11 @@ class RunningBatch:
         self.total = zeros()  # tokens known or in flight
         self.prefill_end = zeros()  # tokens known when the row was assigned
         self.limit = zeros()  # total at which the request ends
-        self.token_cost = zeros()  # of a step's budget, for each token of a chunk
+        self.token_cost = zeros()  # what each token of a chunk takes of a step's budget
         self.capacity = zeros()  # tokens its blocks hold
         self.newest = zeros()  # id of the last token, PREVIOUS while it is in flight
         self.inflight = zeros()  # sampled tokens and drafts not yet reported
-        self.drafts_inflight = zeros()  # of these, drafts
+        self.drafts_inflight = zeros()  # drafts not yet reported, which `inflight` includes
         self.drafts_from = zeros()  # known tokens from which on the row may have drafts
         self.num_drafts = zeros()  # drafts of the newest step, planned or to be planned; 0 once one of them is wrong
         self.drafts = np.zeros((max_num_seqs, max_drafts), np.int32)  # their token ids

@@ -127,7 +127,7 @@ class Scheduler:
         self.settings = settings or {}
         self.kv = kv
         self._clock = clock
-        self.running: list[Request] = []  # by rank: the last is preempted first
+        self.running: list[Request] = []  # running requests by rank; the last is preempted first
         self.in_flight: deque[InFlightStep] = deque()  # planned steps without a result, the oldest first
         self._requests: dict[str, Request] = {}
         self._batch = RunningBatch(limits.max_num_seqs, limits.max_drafts)
@@ -796,7 +796,7 @@ def _detailed_output(
     request.has_token_only = request.is_plain
     token = tokens[-1]
     stopped = status is RequestStatus.FINISHED_STOPPED and token not in request.eos_token_ids
-    stopped = stopped and token in request.stop_token_ids  # else it ended the grammar
+    stopped = stopped and token in request.stop_token_ids  # Any other last token ended the grammar.
     grammar_error = None if request.mask_state is None else request.mask_state.error
     error = request.error if grammar_error is None else (GRAMMAR_FIELD, f"{GRAMMAR_FIELD}: {grammar_error}")
     return EngineOutput(

@@ -57,7 +57,7 @@ class DraftLengths:
         self._step_cost = step_cost
         self._most_seqs = disable_by_batch_size
         self._right = np.zeros(max_num_seqs)  # discounted number of accepted drafts, by row
-        self._tried = np.zeros(max_num_seqs)  # the same of those whose predecessors were all accepted
+        self._tried = np.zeros(max_num_seqs)  # discounted number of drafts whose predecessors were all accepted
         self._probed = np.zeros(max_num_seqs, np.int32)  # length of the sequence when its drafts were last reported
         self._epochs = np.zeros(max_num_seqs, np.int64)
         self._all_right = _FIRST_RIGHT
@@ -117,7 +117,7 @@ class DraftCounts:
     def __init__(self) -> None:
         self.steps = dict.fromkeys(DRAFT_STATES, 0)
         self._drafts = self._tokens = 0
-        self._accepted: list[int] = []  # by position
+        self._accepted: list[int] = []  # number of accepted drafts at each position
 
     def add(self, drafts: Int32, accepted: Int32) -> None:
         """Count the sequences of a step: `drafts` [n > 0] of each, of which the first `accepted` [n] were right."""

@@ -47,10 +47,11 @@ class NgramTable:
         self._shortest = shortest
         self._longest = longest
         self._tokens, self._heads, self._previous = (np.zeros(0, np.int32) for _ in range(3))
-        self._used = 0  # of the arrays
+        self._used = 0  # entries of the arrays in use
         self._free: dict[int, list[int]] = {}  # logarithm of the size -> first indices of regions
-        self._numbers: list[int] = []  # of texts that were removed
-        # by text: first index of its region, logarithm of its size, tokens, and where the last EMBEDDED one ends
+        self._numbers: list[int] = []  # numbers of removed texts, to be used again
+        # Each text has the first index of its region, the logarithm of its size, its tokens and where the last EMBEDDED
+        # one ends.
         self._first, self._bits, self._lengths, self._clean_from = (np.zeros(0, np.int64) for _ in range(4))
 
     def add(self, tokens: Int32) -> int:
@@ -213,7 +214,7 @@ class NgramTable:
         if not len(ends):
             return
         entries = self._entries(self._hash(first + ends), np.full(len(ends), bits)).astype(np.int32)
-        order = np.argsort(entries, kind="stable")  # of 32 bits: twice as fast as of 64
+        order = np.argsort(entries, kind="stable")  # Sorting 32 bits is twice as fast as 64.
         entries = entries[order]
         ends = ends[order]
         same = entries[1:] == entries[:-1]

@@ -143,9 +143,9 @@ class PastAnswers:
     def __init__(self, max_answers: int, max_tokens: int) -> None:
         num_parts = min(2, max_answers)
         self._parts: deque[TokenIndex] = deque(maxlen=num_parts)
-        self._max_answers = max_answers // num_parts if num_parts else 0  # of a part
+        self._max_answers = max_answers // num_parts if num_parts else 0  # answers of a part, at most
         self._max_tokens = max_tokens // num_parts if num_parts else 0
-        self._answers = 0  # in the newest part
+        self._answers = 0  # answers in the newest part
 
     @property
     def parts(self) -> Iterable[TokenIndex]:

@@ -55,7 +55,7 @@ class TokenIndex:
         """`lengths`: of the n-grams, ascending. `tokens`: the text's beginning."""
         self.tokens = array("i")
         self._lengths = tuple(lengths)
-        self._shift = 64 - _MIN_BITS  # of a hash, whose top bits are its slot
+        self._shift = 64 - _MIN_BITS  # shift that leaves a hash's top bits, its slot
         self._heads = [array("i", bytes(4 << _MIN_BITS)) for _ in lengths]  # slot -> newest end; 0: none
         self._previous = [array("i") for _ in lengths]  # end -> the end before it in its chain; 0: none
         self._clean_from = 0  # no EMBEDDED token from here on

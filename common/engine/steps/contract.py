@@ -46,7 +46,7 @@ class RowStart:
 
     row: int
     token_ids: Int32  # [n] every token known so far, prompt first; penalties ignore EMBEDDED
-    num_prompt: int  # of these, prompt tokens
+    num_prompt: int  # prompt tokens among them
     rules: SamplingRules
     encoder_token_ids: Int32 | None = None  # what the encoder of an encoder-decoder model reads for this row
 
@@ -99,7 +99,7 @@ class StepPlan:
     query_start: Int32  # [S+1] cumulative token counts
     context: Int32  # [S] tokens already in the cache before this step
     token_ids: Int32  # [T] PREVIOUS or GUESSED where the host does not know the id, EMBEDDED where `embeds` has a row
-    # one [S, P] per KV group; entries past a sequence's end are NULL_BLOCK, or blocks that it got for rejected drafts
+    # One [S, P] per KV group. Entries past a sequence's end are NULL_BLOCK, or blocks it got for rejected drafts.
     block_tables: tuple[Int32, ...]
     samples: Bool  # [S] the sequence's last token is its newest: sample the next one
     state_copies: tuple[Int32, ...] = ()  # (source, destination) blocks [n, 2] of each pool; () without copies
@@ -153,10 +153,10 @@ class StepResult:
     # drafts and the token after them, then -1
     token_ids: Int32
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # one position per token in `token_ids`
-    # one position per scheduled token whose next token is a prompt token, in order
+    # One position per scheduled token whose next token is a prompt token, in order.
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     recompiles: int = 0  # programs compiled or captured for this step after warm-up
     failed: Mapping[int, str] = field(default_factory=dict)  # sequence -> why its logits processor failed
     guesses: Int32 | None = None  # [S, most guesses] of a plan with `num_guesses`, then -1
-    # sequence -> why there is no memory for the earlier tokens that its rules read (`SamplingRules.history_field`)
+    # Why there is no memory for the earlier tokens that a sequence's rules read (`SamplingRules.history_field`).
     refused: Mapping[int, str] = field(default_factory=dict)

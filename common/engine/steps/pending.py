@@ -21,7 +21,7 @@ FetchLogprobs = Callable[[], TokenLogprobs]
 class PromptScores:
     """Logprobs of consecutive prompt tokens of one sequence, in pieces that are on their way to the host."""
 
-    index: int  # of the sequence in the plan
+    index: int  # index of the sequence in the plan
     pieces: tuple[FetchLogprobs, ...]
 
     def fetch(self) -> TokenLogprobs:
@@ -72,7 +72,7 @@ class PendingTokens:
     recompiles: int = 0  # programs compiled for sampling
     failed: Mapping[int, str] = field(default_factory=dict)  # sequence of the plan -> why its logits processor failed
     guesses: Callable[[], Int32] | None = None  # waits for the guesses int32 [>= S, n] of a plan with `num_guesses`
-    refused: Mapping[int, str] = field(default_factory=dict)  # as in StepResult
+    refused: Mapping[int, str] = field(default_factory=dict)  # sequence -> why it was refused, as in StepResult
 
 
 @dataclass(slots=True)
@@ -157,7 +157,8 @@ class PendingShardSteps:
     """A step of every shard; None for shards without a plan. Implements common.backend.PendingShards."""
 
     steps: tuple[PendingStep | None, ...]
-    sample: Callable[[Mapping[int, TokenMasks]], Mapping[int, PendingTokens]] | None = None  # by shard; as PendingStep
+    # Enqueues the sampling of each shard, as in PendingStep.
+    sample: Callable[[Mapping[int, TokenMasks]], Mapping[int, PendingTokens]] | None = None
 
     def bind_masks(self, masks: tuple[TokenMasks | None, ...]) -> None:
         """Enqueue the sampling of all shards. `masks`: of each shard, None if it has none."""

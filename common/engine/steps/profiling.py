@@ -21,11 +21,11 @@ class StepProfiler:
 
     def __init__(self, tracer: StepTracer) -> None:
         self._tracer = tracer
-        self._request: ProfileRequest | None = None  # of the profile that runs
-        self._steps = 0  # that were started since
+        self._request: ProfileRequest | None = None  # request of the running profile
+        self._steps = 0  # steps started since the profile began
         self._is_tracing = False
         self._ended: str | RequestError | None = None  # path or failure of a profile that ended by itself
-        self._count = 0  # of traces
+        self._count = 0  # number of traces so far
 
     def start(self, request: ProfileRequest) -> None:
         """Trace the steps that begin from now on, after `delay_iterations` others. Raises RequestError, with nothing
@@ -94,7 +94,7 @@ class StepProfiler:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         try:
             self._tracer.start(f"{request.prefix or _DEFAULT_PREFIX}_{stamp}_{os.getpid()}_{self._count}")
-        except Exception as error:  # of the framework's profiler: the engine goes on without a trace
+        except Exception as error:  # The framework's profiler failed: the engine goes on without a trace.
             raise RequestError("", f"the profiler cannot start: {_cause(error)}") from error
         self._is_tracing = True
 

@@ -68,7 +68,7 @@ class StepShape:
     decode_only: bool  # every sequence has one token, so T equals S
     width: int = 1  # rows of logits per sequence; more than 1 in steps with drafts
     adapted: bool = False  # some sequences have LoRA adapters
-    guesses: int = 0  # that a drafter model makes after each sequence at most; 0: none on the device
+    guesses: int = 0  # most tokens a drafter model guesses after each sequence; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class StepShapes:
     groups: int
     width: int = 1  # rows of logits per sequence in steps with drafts; 1: no drafts
     adapters: bool = False  # sequences may have LoRA adapters: every shape twice, without and with them
-    guesses: int = 0  # of every shape
+    guesses: int = 0  # guesses of every shape
 
     @classmethod
     def of(cls, limits: Limits, groups: int, *, factor: int = 2, fine: bool = False) -> StepShapes:

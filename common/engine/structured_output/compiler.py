@@ -214,7 +214,7 @@ class TurnThreads(Generic[ResultT]):
             line = self._lines.pop(owner)
             future, call = line.popleft()
             if line:
-                self._lines[owner] = line  # behind the other owners
+                self._lines[owner] = line  # The owner goes to the end of the line.
             self._running = +self._running  # without the keys that run nothing
             self._running[owner] += 1
             return owner, future, call

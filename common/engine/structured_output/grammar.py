@@ -137,7 +137,7 @@ def no_tokenizer() -> RequestError:
 class Vocabulary:
     """The bytes of every token."""
 
-    tokens: tuple[bytes, ...]  # by id; b"" for unused ids
+    tokens: tuple[bytes, ...]  # bytes of each token by id; b"" for unused ids
     special: frozenset[int]  # ids that no text spells
     ends: tuple[int, ...]  # ids that end an answer
     encode: Callable[[str], list[int]]  # ids of a text, without special tokens

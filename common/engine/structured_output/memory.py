@@ -59,13 +59,13 @@ class CompiledGrammar:
     """A compiled grammar and what it uses, in bytes. `owner`: the key whose request had it compiled."""
 
     library: Library
-    matcher: Matcher  # at the beginning
+    matcher: Matcher  # matcher at the beginning of an answer
     first: Bits  # uint32 [ceil(V/32)] the tokens that may begin an answer
     owner: str
     size: int
     changed: Callable[[CompiledGrammar], None]  # called after it has grown, was spoiled or lost its last answer
-    lock: threading.RLock  # of what follows, and of its keeper
-    answers: int = field(default=1, init=False)  # that use it, the one included for which it was compiled
+    lock: threading.RLock  # guards the fields below and the keeper's
+    answers: int = field(default=1, init=False)  # answers that use it, counting the one it was compiled for
     is_spoiled: bool = field(default=False, init=False)  # its answers failed or must end: the next one gets another
     refused: str = field(default="", init=False)  # why its answers must end
 

@@ -67,7 +67,7 @@ class Xgrammar(Library):
             import xgrammar
         except ImportError:
             raise GrammarError(not_installed("xgrammar")) from None
-        # b"": no text spells the token
+        # Tokens that no text spells are b"".
         tokens = [b"" if token in vocabulary.special else each for token, each in enumerate(vocabulary.tokens)]
         info = xgrammar.TokenizerInfo(tokens, vocab_size=len(vocabulary), stop_token_ids=list(vocabulary.ends))
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=MAX_THREADS, cache_limit_bytes=CACHE_BYTES)
@@ -77,7 +77,7 @@ class Xgrammar(Library):
         source = msgspec.json.decode(text, type=Source)
         try:
             return XgrammarMatcher(self._make(self._compiled(source)))
-        except Exception as error:  # its errors share no class
+        except Exception as error:  # The library's errors share no class.
             raise GrammarError(one_line(str(error))) from None
 
     def _compiled(self, source: Source) -> Any:

@@ -31,7 +31,7 @@ class PlannedLoad:
 
     prompts: tuple[int, ...]  # tokens
     outputs: tuple[int, ...]  # tokens
-    arrivals: tuple[float, ...] = ()  # in mean distances between two requests; (): all arrive at once
+    arrivals: tuple[float, ...] = ()  # arrival times in units of the mean distance between two; (): all at once
     prefixes: tuple[int, ...] = ()  # number of the prefix that the prompt begins with, -1: none; (): none at all
     prefix_lens: tuple[int, ...] = ()  # tokens of the prefix
 
@@ -115,7 +115,7 @@ class EnginePlan:
     """The limits of an engine, and the load that it serves within the target."""
 
     limits: Limits
-    memory: MemoryPlan  # of each device
+    memory: MemoryPlan  # memory plan of each device
     rate: float | None  # requests per second; None: the load is not timed, all requests arrive at once
-    measures: LoadMeasures  # at that rate, or, with `rate` 0, of requests that come one at a time
+    measures: LoadMeasures  # measures at that rate; with `rate` 0, of requests that come one at a time
     missed: Sequence[str] = ()  # latencies above the target, however low the rate

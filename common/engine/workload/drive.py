@@ -77,9 +77,9 @@ class RequestTimes:
     start: float  # it arrived, or was let in by the limit of concurrent requests
     queued: float = 0.0  # seconds that it waited for the latter
     steps_before: int = 0  # results that the engine had reported when it got the request
-    times: list[float] = field(default_factory=list)  # of each piece of its output
+    times: list[float] = field(default_factory=list)  # when each piece of its output came
     counts: list[int] = field(default_factory=list)  # tokens of each piece
-    cached_tokens: int = 0  # of the prompt, from the prefix cache
+    cached_tokens: int = 0  # prompt tokens from the prefix cache
     preemptions: int = 0
     error: str = ""  # why it failed
 
@@ -95,7 +95,7 @@ class DrivenRun:
 
     requests: tuple[RequestTimes, ...]  # in the order of arrival
     seconds: float  # from the first arrival to the last output
-    stats: EngineStats  # of the engine at the end
+    stats: EngineStats  # the engine's statistics at the end
 
 
 def drive(
