@@ -127,7 +127,7 @@ class SimulatedBackend:
             if not memory.spare:
                 num_blocks = tuple(map(min, max_blocks(layout, limits), num_blocks))
         least = min_blocks(layout)
-        if any(number < each for number, each in zip(num_blocks, least)):
+        if any(number < needed for number, needed in zip(num_blocks, least)):
             raise ConfigError(
                 "--kv-cache-memory-bytes",
                 f"{per_pool(num_blocks)} KV blocks leave no room for a request; allow at least "
@@ -263,9 +263,9 @@ class RowStates:
         tokens = (self._first + drawn % np.uint32(self._count)).astype(np.int32)
         for index, row in enumerate(rows.tolist()) if self._prescribed else ():
             if (prescribed := self._prescribed.get(row)) is not None:
-                at = self._known[row] - self._prompt[row]
-                known = prescribed[at : at + width]
-                tokens[index, : len(known)] = known
+                start = self._known[row] - self._prompt[row]
+                chosen = prescribed[start : start + width]
+                tokens[index, : len(chosen)] = chosen
         return tokens
 
     def _accepted(self, plan: StepPlan, tokens: Int32) -> Int32:

@@ -111,7 +111,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the time of a step."""
         terms = terms_of(load)
         cost = self.tokens(load.num_tokens) + self.context(context_of(load))
-        return max(cost + sum(each * terms[name] for name, each in self.per.items()), LEAST_SECONDS)
+        return max(cost + sum(seconds * terms[name] for name, seconds in self.per.items()), LEAST_SECONDS)
 
 
 def hat_weights(knots: Sequence[int], amount: float) -> Float64:
@@ -175,11 +175,11 @@ def fit(steps: Sequence[MeasuredStep]) -> Fit:
     tables = {}
     errors = {}
     for kind in TERMS:
-        own = [step for step in steps if kind_of(step.load) == kind]
-        if not own:
+        steps_of_kind = [step for step in steps if kind_of(step.load) == kind]
+        if not steps_of_kind:
             raise ValueError(f"no {kind} step was measured")
-        tables[kind] = _fit_table(kind, own)
-        errors[kind] = error_of(tables[kind], own)
+        tables[kind] = _fit_table(kind, steps_of_kind)
+        errors[kind] = error_of(tables[kind], steps_of_kind)
     return Fit(tables, errors)
 
 
@@ -223,8 +223,8 @@ def knots_near(amounts: Sequence[float], ladder: Sequence[int]) -> tuple[int, ..
     numbers = np.array(sorted(amounts))
     first = int(numbers[0])
     last = int(numbers[-1])
-    near = [each for each in ladder if (np.abs(np.log2(numbers / each)) <= np.log2(ladder[1] / ladder[0]) / 2).any()]
-    return tuple(sorted({first, last, *(each for each in near if first < each < last)}))
+    near = [size for size in ladder if (np.abs(np.log2(numbers / size)) <= np.log2(ladder[1] / ladder[0]) / 2).any()]
+    return tuple(sorted({first, last, *(size for size in near if first < size < last)}))
 
 
 def error_of(table: CostTable, steps: Sequence[MeasuredStep]) -> FitError:
@@ -373,8 +373,8 @@ def settings_of(options: BackendOptions) -> dict[str, str | int]:
 def _schemes(options: BackendOptions) -> str:
     """Return the kinds of quantised matrices of a checkpoint, as text."""
     names = (
-        type(each).__name__ + (f" {each.kind.name}" if isinstance(each, Blocks) else "")
-        for each in options.schemes.values()
+        type(scheme).__name__ + (f" {scheme.kind.name}" if isinstance(scheme, Blocks) else "")
+        for scheme in options.schemes.values()
     )
     return ", ".join(sorted(set(names)))
 

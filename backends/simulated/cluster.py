@@ -112,10 +112,10 @@ def _merged(
         first_token=first,
         finish=finish,
         replica=replica,
-        steps=sum(each.steps for each in every),
-        preemptions=sum(each.preemptions for each in every),
-        prompt_tokens=sum(each.prompt_tokens for each in every),
-        hit_tokens=sum(each.hit_tokens for each in every),
+        steps=sum(progress.steps for progress in every),
+        preemptions=sum(progress.preemptions for progress in every),
+        prompt_tokens=sum(progress.prompt_tokens for progress in every),
+        hit_tokens=sum(progress.hit_tokens for progress in every),
     )
 
 

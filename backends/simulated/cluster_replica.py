@@ -341,13 +341,13 @@ class Replica:
 
     def _run(self, chunks: list[tuple[_PartialPrompt, int]]) -> None:
         """Take a step of the running decodes and these chunks."""
-        whole = [prefill for prefill, count in chunks if prefill.computed + count == prefill.wanted]
+        ended_prompts = [prefill for prefill, count in chunks if prefill.computed + count == prefill.wanted]
         parts = [(count, prefill.computed + count) for prefill, count in chunks]
-        seconds = self._step_seconds(1, parts, len(self._rows) + len(whole))
+        seconds = self._step_seconds(1, parts, len(self._rows) + len(ended_prompts))
         self._take_steps(1, seconds, seconds)
         for prefill, count in chunks:
             prefill.computed += count
-        for prefill in whole:
+        for prefill in ended_prompts:
             self._prefills.remove(prefill)
             self._begin_decode(prefill)
 
@@ -379,8 +379,8 @@ class Replica:
         last = len(self._rows) - 1
         self._phases[self._phase(row)] -= 1
         tokens = self._base[row] + self._clock + self._planned
-        own = self._pages(tokens) - self._prefix_blocks(request)
-        self._own_blocks[request] = self._own(request, own, tokens - self._planned)
+        own_blocks = self._pages(tokens) - self._prefix_blocks(request)
+        self._own_blocks[request] = self._own(request, own_blocks, tokens - self._planned)
         self._base_sum -= self._base[row]
         moved = self._rows.pop()
         base = self._base.pop()
@@ -448,12 +448,12 @@ class Replica:
         if self._num_rows >= self._limits.max_num_seqs:
             return 0
         request = self._waiting[0]
-        shared, own = self._hits(request)
-        hit = (shared + own) * self._limits.block_size
+        shared, own_blocks = self._hits(request)
+        hit = (shared + own_blocks) * self._limits.block_size
         count = min(self._known(request) - hit, left)
         prefix = self._cache.prefixes.get(self._prefix(request)) if shared else None
-        idle = own + (shared if prefix is not None and not prefix.users else 0)
-        needed = self._pages(hit + count) - shared - own + idle
+        idle = own_blocks + (shared if prefix is not None and not prefix.users else 0)
+        needed = self._pages(hit + count) - shared - own_blocks + idle
         return count if needed + self._num_rows <= self._available else 0
 
     @property
@@ -496,24 +496,24 @@ class Replica:
     def _start(self, count: int) -> _PartialPrompt:
         """Give the first waiting request a row; it computes `count` tokens now."""
         request = self._waiting.popleft()
-        shared, own = self._hits(request)
-        known = self._known(request)
-        hit = (shared + own) * self._limits.block_size
-        self._free += self._cache.take(_own_key(request)) - own
+        shared, own_blocks = self._hits(request)
+        known_tokens = self._known(request)
+        hit = (shared + own_blocks) * self._limits.block_size
+        self._free += self._cache.take(_own_key(request)) - own_blocks
         number = self._prefix(request)
         if number != NO_PREFIX:
             self._share_prefix(request, number, (hit + count) // self._limits.block_size)
         blocks = self._pages(hit + count) - self._prefix_blocks(request)
-        self._take(blocks - own)
+        self._take(blocks - own_blocks)
         self._progress.hit_tokens += hit
-        self._progress.prompt_tokens += known
-        prefill = _PartialPrompt(request, hit, known, blocks)
+        self._progress.prompt_tokens += known_tokens
+        prefill = _PartialPrompt(request, hit, known_tokens, blocks)
         self._prefills.append(prefill)
         return prefill
 
-    def _share_prefix(self, request: int, number: int, whole: int) -> None:
+    def _share_prefix(self, request: int, number: int, full_blocks: int) -> None:
         """Use a prefix; what the request's first `whole` blocks have of it beyond what is cached is cached now."""
-        blocks = min(self._shareable(request), whole)
+        blocks = min(self._shareable(request), full_blocks)
         if not blocks:
             return
         entry = self._cache.prefixes.setdefault(number, _Prefix(0))
@@ -524,10 +524,10 @@ class Replica:
         self._prefix_of[request] = number, blocks
 
     def _free_request(self, request: int) -> None:
-        blocks, whole = self._own_blocks.pop(request)
+        blocks, full_blocks = self._own_blocks.pop(request)
         if self._limits.prefix_caching:
-            self._cache.keep(_own_key(request), whole)
-            blocks -= whole
+            self._cache.keep(_own_key(request), full_blocks)
+            blocks -= full_blocks
         self._free += blocks
         if (shared := self._prefix_of.pop(request, None)) is not None:
             self._cache.release(shared[0])

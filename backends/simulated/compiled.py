@@ -43,11 +43,11 @@ class ReportedPrograms:
         tokens = load.num_tokens
         seqs = len(load.query_lens)
         context = int(load.context_lens.max())
-        for each in self.steps:
-            if each.decode_only and tokens > seqs:
+        for program in self.steps:
+            if program.decode_only and tokens > seqs:
                 continue
-            if tokens <= each.tokens and seqs <= each.seqs and context <= each.context:
-                return each
+            if tokens <= program.tokens and seqs <= program.seqs and context <= program.context:
+                return program
         raise ConfigError(
             FLAG,
             f"{self.source} has no program for a step of {tokens} tokens of {seqs} sequences up to {context} tokens; "
@@ -92,7 +92,7 @@ def read_programs(path: Path, tensor_parallel: int) -> ReportedPrograms:
         raise ConfigError(FLAG, f"{path} is for {compiled_for} devices, not {tensor_parallel}; compile it for these")
     if not steps or not sampling:
         raise ConfigError(FLAG, f"{path} has no cycles of steps: it was compiled for a CPU; use a topology of TPUs")
-    return ReportedPrograms(path, tuple(sorted(steps, key=lambda each: each.seconds)), tuple(sampling))
+    return ReportedPrograms(path, tuple(sorted(steps, key=lambda program: program.seconds)), tuple(sampling))
 
 
 def _step(row: Mapping[str, Any], clock: float) -> StepProgram:

@@ -88,13 +88,13 @@ class TrialShape:
 
 def shapes(limits: Limits, cached_tokens: int) -> tuple[list[TrialShape], list[TrialShape]]:
     """Return the steps to measure without and with chunks, small first. `cached_tokens`: that the KV cache holds."""
-    contexts = [each for each in CONTEXTS if each <= limits.max_model_len] or [limits.max_model_len]
+    contexts = [context for context in CONTEXTS if context <= limits.max_model_len] or [limits.max_model_len]
     counts = _powers(1, limits.max_num_seqs)
     decodes = [TrialShape(count, context) for count in counts for context in contexts]
     if limits.max_drafts:
         widths = _powers(1, limits.max_drafts)
         decodes += [TrialShape(count, 512, drafts=width) for count in counts for width in widths if 512 in contexts]
-    decodes = [each for each in decodes if each.num_tokens <= limits.max_num_batched_tokens]
+    decodes = [shape for shape in decodes if shape.num_tokens <= limits.max_num_batched_tokens]
     mixed: list[TrialShape] = []
     for tokens in _powers(min(16, limits.max_num_batched_tokens), limits.max_num_batched_tokens):
         mixed += [TrialShape(0, 0, (tokens,), before) for before in (0, *contexts[1:])]
@@ -114,7 +114,7 @@ def _fitting(planned: Iterable[TrialShape], limits: Limits, cached_tokens: int) 
         and max(shape.chunks, default=0) + shape.before < limits.max_model_len
         and shape.num_cached + limits.block_size <= cached_tokens
     }
-    return sorted(fitting, key=lambda each: (each.num_tokens, each.num_cached, each.ends))
+    return sorted(fitting, key=lambda shape: (shape.num_tokens, shape.num_cached, shape.ends))
 
 
 def _powers(first: int, last: int) -> list[int]:
@@ -153,9 +153,9 @@ class StepMeasurer:
         """Tokens of sequences that the KV cache holds, where the fewest fit."""
         groups = self._layout.groups_by_pool
         return min(
-            (number - 1) // len(own) * self._layout.block_size
-            for number, own in zip(self._num_blocks, groups)
-            if not isinstance(own[0].spec, StateCache)
+            (number - 1) // len(pool_groups) * self._layout.block_size
+            for number, pool_groups in zip(self._num_blocks, groups)
+            if not isinstance(pool_groups[0].spec, StateCache)
         )
 
     def measure(self, shape: TrialShape, repeats: int) -> MeasuredStep:
@@ -203,7 +203,9 @@ class StepMeasurer:
             for row, end, sampled in zip(rows.tolist(), ends.tolist(), samples.tolist())
         )
         query_start = np.concatenate([[0], np.cumsum(query)]).astype(np.int32)
-        ids = np.concatenate([start.token_ids[at : at + count] for start, at, count in zip(starts, context, query)])
+        ids = np.concatenate(
+            [start.token_ids[first : first + count] for start, first, count in zip(starts, context, query)]
+        )
         return StepPlan(
             step=0,
             starts=starts,
@@ -378,7 +380,7 @@ def measure_host(backend: Backend, layout: KvLayout, limits: Limits, num_blocks:
     """Return what the engine's thread does around steps, by a core whose device takes no time."""
     limits = replace(limits, async_scheduling=False, max_drafts=0, device_drafts=False, max_loras=0)
     rows = []
-    for count in sorted({min(each, limits.max_num_seqs) for each in HOST_SEQUENCES}):
+    for count in sorted({min(size, limits.max_num_seqs) for size in HOST_SEQUENCES}):
         rows.append((count, *_host_seconds(backend, layout, limits, num_blocks, count)))
     counts, plan, report, start = np.array(rows).T
     planning = _line(counts, plan)
@@ -436,7 +438,7 @@ def calibrate(
     clock = clock or RealClock()
     measurer = StepMeasurer(backend, options.layout, memory.num_blocks, clock)
     steps = measure_steps(measurer, options.limits, repeats, max_seconds, done)
-    for concurrency in (each for each in SERVED_CONCURRENCY if each <= options.limits.max_num_seqs):
+    for concurrency in (size for size in SERVED_CONCURRENCY if size <= options.limits.max_num_seqs):
         steps += serve_steps(backend, options.layout, options.limits, memory.num_blocks, concurrency, clock)
     host = measure_host(backend, options.layout, options.limits, memory.num_blocks)
     return Calibration(

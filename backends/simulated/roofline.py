@@ -191,7 +191,7 @@ class RooflineModel:
     @property
     def adds_contexts(self) -> bool:
         """Whether the time depends on the sum of the contexts alone: no query sees a part of its context only."""
-        return all(each.span is None for each in self.attention)
+        return all(attention.span is None for attention in self.attention)
 
     def batch_seconds(self, decodes: int, context: int, chunks: Sequence[tuple[int, int]], sampled: int) -> float:
         """Return what `seconds` does, without arrays. Only if `adds_contexts`.
@@ -212,19 +212,19 @@ class RooflineModel:
                 seen += after
                 pairs += query * (after - query) + query * (query + 1) // 2
         total = self._linear_seconds(tokens, decodes + len(chunks), sampled)
-        for each in self.attention:
-            total += each.decode_seconds(context, context)
+        for attention in self.attention:
+            total += attention.decode_seconds(context, context)
             if several:
-                total += each.prefill_seconds(seen, pairs, seen, pairs)
+                total += attention.prefill_seconds(seen, pairs, seen, pairs)
         return total
 
     def _linear_seconds(self, tokens: int, seqs: int, sampled: int) -> float:
         """Return the time of a step without attention."""
         products = tokens * self.token
         reading = self.weights
-        for each in self.experts:
-            products += tokens * each.token
-            reading += each.reading(tokens)
+        for experts in self.experts:
+            products += tokens * experts.token
+            reading += experts.reading(tokens)
         total = self.fixed + max(products, reading) + self._sampling(sampled)
         return total + self.exchange_seconds(tokens, sampled) + seqs * self.state + tokens * self.recurrence
 
@@ -233,12 +233,12 @@ class RooflineModel:
         query = load.query_lens
         context = load.context_lens
         if load.num_tokens == len(query):
-            return sum(each.decode(context) for each in self.attention)
+            return sum(attention.decode(context) for attention in self.attention)
         several = query > 1
         one = context[~several]
         query = query[several]
         context = context[several]
-        return sum(each.decode(one) + each.prefill(query, context) for each in self.attention)
+        return sum(attention.decode(one) + attention.prefill(query, context) for attention in self.attention)
 
     def exchange_seconds(self, tokens: int, sampled: int) -> float:
         """Return the time to move activations and logits between devices, without latency."""
@@ -340,8 +340,8 @@ class _Exchanges:
 def _reductions(layer: Layer) -> int:
     """Return the all-reduces of a layer: one after its mixers and one after its ffn, or one for both."""
     parts = bool(layer.mixers) + (layer.ffn is not None)
-    own = min(parts, 1) if layer.parallel else parts
-    return own + (layer.block is not None) + (layer.shortcut is not None)
+    part_reductions = min(parts, 1) if layer.parallel else parts
+    return part_reductions + (layer.block is not None) + (layer.shortcut is not None)
 
 
 def _state_elements(served: ServedModel) -> Iterator[int]:

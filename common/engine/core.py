@@ -125,7 +125,7 @@ class GrammarQueue:
     def admit(self) -> list[EngineOutput]:
         """Pass on requests whose grammar is compiled. Return the outputs of those that cannot run."""
         outputs: list[EngineOutput] = []
-        for request_id in [each for each, (_, mask_state) in self._compiling.items() if mask_state.done()]:
+        for request_id in [name for name, (_, mask_state) in self._compiling.items() if mask_state.done()]:
             request, mask_state = self._compiling.pop(request_id)
             error = mask_state.exception()
             if error is not None and not isinstance(error, RequestError):
@@ -299,7 +299,7 @@ class EngineCore:
         """Return `stats` with the requests whose grammar is not compiled. With replicas, they count as the first's."""
         if not (deferred := len(self._grammars)):
             return stats
-        first = tuple(msgspec.structs.replace(each, deferred=deferred) for each in stats.replicas[:1])
+        first = tuple(msgspec.structs.replace(replica, deferred=deferred) for replica in stats.replicas[:1])
         return msgspec.structs.replace(stats, deferred=deferred, replicas=first + stats.replicas[1:])
 
     @property

@@ -53,7 +53,9 @@ class ShardedScheduler:
         self.shards = shards
         self._shard_of: dict[str, EngineShard] = {}  # unfinished requests
         schedulers = [shard.scheduler for shard in shards]
-        self._adapted = [each for each in schedulers if isinstance(each, Scheduler) and each.adapters is not None]
+        self._adapted = [
+            scheduler for scheduler in schedulers if isinstance(scheduler, Scheduler) and scheduler.adapters is not None
+        ]
         if self.adapters is not None:
             for scheduler in self._adapted:
                 if scheduler.adapters is not None:
@@ -117,9 +119,9 @@ class ShardedScheduler:
     def schedule(self) -> ShardPlans | None:
         """Return the next step of every shard; None if no shard can compute anything."""
         schedulers = [shard.scheduler for shard in self.shards]
-        if any(isinstance(each, Scheduler) and each.awaits_drafts for each in schedulers):
+        if any(isinstance(scheduler, Scheduler) and scheduler.awaits_drafts for scheduler in schedulers):
             return None
-        plans = tuple(each.schedule() for each in schedulers)
+        plans = tuple(scheduler.schedule() for scheduler in schedulers)
         return None if all(plan is None for plan in plans) else plans
 
     def token_masks(self, plan: ShardPlans) -> ShardMasks | None:
@@ -128,7 +130,7 @@ class ShardedScheduler:
             None if own_plan is None else shard.scheduler.token_masks(own_plan)
             for shard, own_plan in zip(self.shards, plan, strict=True)
         )
-        return None if all(each is None for each in masks) else masks
+        return None if all(shard_masks is None for shard_masks in masks) else masks
 
     def update(self, plan: ShardPlans, result: ShardResults) -> StepOutputs:
         """Apply the results of the oldest step in flight and return the outputs of all shards."""
@@ -155,7 +157,7 @@ class ShardedScheduler:
         for shard in self.shards:
             shard.scheduler.check_integrity()
         if self.adapters is not None:
-            self.adapters.slots.check_integrity(request for each in self._adapted for request in each.running)
+            self.adapters.slots.check_integrity(request for scheduler in self._adapted for request in scheduler.running)
         in_shards = sum(shard.scheduler.num_unfinished for shard in self.shards)
         if in_shards != len(self._shard_of):
             raise RuntimeError(f"the shards have {in_shards} requests, {len(self._shard_of)} were assigned to them")

@@ -165,9 +165,9 @@ def total_stats(replicas: Sequence[EngineStats]) -> EngineStats:
     named = ("running_adapters", "waiting_adapters")
     apart = ("drafts", "replicas", *named)
     summed = (name for name in EngineStats.__struct_fields__ if name not in apart)
-    totals = {name: sum(getattr(each, name) for each in replicas) for name in summed}
-    totals |= {name: tuple(dict.fromkeys(chain(*(getattr(each, name) for each in replicas)))) for name in named}
-    drafts = [each.drafts for each in replicas if each.drafts is not None]
+    totals = {name: sum(getattr(replica, name) for replica in replicas) for name in summed}
+    totals |= {name: tuple(dict.fromkeys(chain(*(getattr(replica, name) for replica in replicas)))) for name in named}
+    drafts = [replica.drafts for replica in replicas if replica.drafts is not None]
     return EngineStats(**totals, drafts=sum(drafts, DraftStats()) if drafts else None, replicas=tuple(replicas))
 
 

@@ -132,8 +132,8 @@ def _of_drafts(
     return _FromStats(type, name, help, lambda stats: None if stats.drafts is None else values(stats.drafts), label)
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def _ratio(part: float, total: float) -> float:
+    return part / total if total else 0.0
 
 
 _FROM_DRAFTS: Final = (
@@ -199,8 +199,8 @@ class StatsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats, sleep_level = self._state()
         parts = stats.replicas or (stats, *(EngineStats() for _ in range(self._replicas - 1)))
-        for each in (*_FROM_STATS, *_FROM_DRAFTS):
-            yield self._family(each, parts)
+        for metric in (*_FROM_STATS, *_FROM_DRAFTS):
+            yield self._family(metric, parts)
         asleep = GaugeMetricFamily(
             "vllm:engine_sleep_state", "1 for the engine's current state.", labels=(*LABELS, "sleep_state")
         )

@@ -114,9 +114,9 @@ class Metrics:
         """Record one engine step, or several merged ones. An idle engine's report is not a step."""
         self.stats = step.stats
         for stats in (*step.earlier, step.stats):
-            for series, each in zip(self._replicas, stats.replicas or (stats,)):
-                if each.last_step_tokens:
-                    series.step_tokens.observe(each.last_step_tokens)
+            for series, replica_stats in zip(self._replicas, stats.replicas or (stats,)):
+                if replica_stats.last_step_tokens:
+                    series.step_tokens.observe(replica_stats.last_step_tokens)
 
     def on_events(self, events: RequestEvents) -> None:
         """Record what happened to requests."""
@@ -170,7 +170,9 @@ class Metrics:
         if processes is not None:
             engine = {family.name for collector in self._of_engine for family in collector.collect()}
             registry = Aggregate(processes, engine)
-        if any(each.partition(";")[0].strip() == "application/openmetrics-text" for each in accept.split(",")):
+        if any(
+            media_type.partition(";")[0].strip() == "application/openmetrics-text" for media_type in accept.split(",")
+        ):
             # The library's default escaping makes vllm_ of vllm:, though colons are valid.
             text = openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
             return text, openmetrics.CONTENT_TYPE_LATEST

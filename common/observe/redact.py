@@ -64,9 +64,9 @@ def without_secrets(name: str, value: Any) -> Any:
             field.name: without_secrets(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)
         }
     if isinstance(value, Mapping):
-        return {str(key): without_secrets(str(key), each) for key, each in value.items()}
+        return {str(key): without_secrets(str(key), item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [without_secrets("", each) for each in value]
+        return [without_secrets("", item) for item in value]
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, bool | int | float):

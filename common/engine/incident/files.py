@@ -58,7 +58,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> Path:
     path = folder / f"incident-{stamp}-{os.getpid()}-{time.monotonic_ns() % 1_000_000:06d}.json"
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(msgspec.json.encode(snapshot))
-    for old in sorted(folder.glob("incident-*.json"), key=lambda each: each.stat().st_mtime)[:-KEPT]:
+    for old in sorted(folder.glob("incident-*.json"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
         old.unlink(missing_ok=True)
     return path
 

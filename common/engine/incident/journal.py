@@ -139,7 +139,9 @@ class Journal:
         outputs = update()
         entry.failed = False
         if self._scheduler.num_unfinished != before:
-            entry.finished = {each.request_id: each.finish_reason for each in outputs.outputs if each.finish_reason}
+            entry.finished = {
+                output.request_id: output.finish_reason for output in outputs.outputs if output.finish_reason
+            }
         return outputs
 
     def state(self, *, tokens: bool = False) -> tuple[SchedulerRecord, list[Event], list[PlanDetail], KvShape]:
@@ -149,7 +151,7 @@ class Journal:
         def keyed(digest: bytes) -> str:
             return blake2b(digest, digest_size=12, key=key).hexdigest()
 
-        segments = [each for each in (self._before, self._segment) if each is not None]
+        segments = [segment for segment in (self._before, self._segment) if segment is not None]
         first = segments[0].start.record(keyed, tokens=tokens)
         entries = [entry for segment in segments for entry in tuple(segment.entries)]
         events = [_event(entry, keyed, tokens=tokens) for entry in entries]
@@ -268,7 +270,8 @@ class _Values:
             num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
             tables=tuple(
-                GroupTable(list(each.table), each.base, (each.reserved.start, each.reserved.stop)) for each in groups
+                GroupTable(list(group.table), group.base, (group.reserved.start, group.reserved.stop))
+                for group in groups
             ),
         )
 
@@ -351,10 +354,10 @@ def shown_rules(rules: SamplingRules) -> dict[str, Any]:
     hidden = {"seed", "extra_args"}
     plain = SamplingRules()
     shown: dict[str, Any] = {}
-    for each in fields(SamplingRules):
-        value = getattr(rules, each.name)
-        if each.name not in hidden and value != getattr(plain, each.name):
-            shown[each.name] = len(value) if isinstance(value, tuple) else value
+    for rule in fields(SamplingRules):
+        value = getattr(rules, rule.name)
+        if rule.name not in hidden and value != getattr(plain, rule.name):
+            shown[rule.name] = len(value) if isinstance(value, tuple) else value
     return shown
 
 

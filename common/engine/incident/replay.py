@@ -197,7 +197,7 @@ def restored(snapshot: Snapshot, record: SchedulerRecord, shape: KvShape) -> Sch
 
 
 def _scheduler_state(record: SchedulerRecord) -> SchedulerState:
-    requests = {each.request_id: _request(each) for each in record.requests}
+    requests = {request.request_id: _request(request) for request in record.requests}
     return SchedulerState(
         requests=tuple(request for request in requests.values() if not request.is_finished),
         in_flight=tuple(_in_flight(step, requests) for step in record.in_flight),
@@ -246,7 +246,7 @@ def _layout(shape: KvShape) -> KvLayout:
             case _:
                 return FullCache(1, pool + 1)
 
-    groups = [KvGroup(spec(each.kind, each.pool, each.window), (0,), pool=each.pool) for each in shape.groups]
+    groups = [KvGroup(spec(group.kind, group.pool, group.window), (0,), pool=group.pool) for group in shape.groups]
     return KvLayout(tuple(groups), shape.block_size, shape.snapshot_tokens)
 
 

@@ -320,7 +320,7 @@ class KvManager:
         pairs = [[(source, to) for to, source in copies.items() if source != to] for copies in self._copies]
         for copies in self._copies:
             copies.clear()
-        return tuple(np.array(each, np.int32).reshape(-1, 2) for each in pairs)
+        return tuple(np.array(pool_pairs, np.int32).reshape(-1, 2) for pool_pairs in pairs)
 
     # --- blocks of a request ---
 
@@ -490,8 +490,8 @@ class RunningBlocks:
 
         `tokens` [n]: what each of `rows` [n] computes, its `drafts` [n] included.
         """
-        known = tokens if drafts is None else tokens - drafts
-        for i in np.flatnonzero(known > 1):
+        without_drafts = tokens if drafts is None else tokens - drafts
+        for i in np.flatnonzero(without_drafts > 1):
             row = int(rows[i])
             self.register(self._batch.request_at(row), int(self._batch.computed[row] + tokens[i]))
 

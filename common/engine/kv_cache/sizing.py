@@ -51,7 +51,7 @@ def split_bytes(layout: KvLayout, limits: Limits, block_bytes: Sequence[int], to
         pages = largest(1, longest.pages, lambda pages: left(longest.blocks(seqs, pages)) >= 0)
         blocks = longest.blocks(seqs, pages)
         sequences = left(blocks) // sum(number * size for number, size in zip(longest.cached, block_bytes))
-        blocks = tuple(number + sequences * each for number, each in zip(blocks, longest.cached))
+        blocks = tuple(number + sequences * cached for number, cached in zip(blocks, longest.cached))
     fullest = [cached == max(longest.cached) for cached in longest.cached]
     rest = max(left(blocks), 0) // sum(size for size, most in zip(block_bytes, fullest) if most)
     return tuple(number + rest * most for number, most in zip(blocks, fullest))
@@ -72,7 +72,7 @@ def longest_sequence_blocks(layout: KvLayout, limits: Limits) -> tuple[int, ...]
 def max_concurrency(layout: KvLayout, limits: Limits, num_blocks: Sequence[int]) -> float:
     """Return how many sequences of `max_model_len` tokens the blocks of each pool hold, where the fewest fit."""
     needed = longest_sequence_blocks(layout, limits)
-    return min((blocks - 1) / (each - 1) for blocks, each in zip(num_blocks, needed))
+    return min((blocks - 1) / (blocks_of_request - 1) for blocks, blocks_of_request in zip(num_blocks, needed))
 
 
 class _Demand:

@@ -71,7 +71,7 @@ class KvLayout:
     @cached_property
     def views(self) -> tuple[tuple[int, int | None], ...]:
         """Distinct (group, window) pairs: each is a block table with an attention mask."""
-        return tuple(dict.fromkeys((number, each) for number, group in enumerate(self.groups) for each in group.seen))
+        return tuple(dict.fromkeys((number, seen) for number, group in enumerate(self.groups) for seen in group.seen))
 
     @cached_property
     def pools(self) -> tuple[PoolSpec, ...]:
@@ -136,11 +136,11 @@ def layout_of(kinds: Mapping[CacheSpec, Sequence[int]], block_size: int) -> KvLa
 def _one_group(caches: tuple[CacheSpec, ...]) -> KvGroup:
     """Every layer, keeping every token."""
     keyed = [cache for cache in caches if isinstance(cache, FullCache | WindowCache)]
-    whole = {FullCache(cache.kv_heads, cache.head_dim) for cache in keyed}
-    if len(whole) != 1 or len(keyed) < len(caches):
+    full_specs = {FullCache(cache.kv_heads, cache.head_dim) for cache in keyed}
+    if len(full_specs) != 1 or len(keyed) < len(caches):
         raise ConfigError(
             "--disable-hybrid-kv-cache-manager",
             "this model keeps caches of different shapes, which one group cannot store; drop the flag",
         )
     windows = tuple(cache.window if isinstance(cache, WindowCache) else None for cache in keyed)
-    return KvGroup(whole.pop(), tuple(range(len(caches))), windows)
+    return KvGroup(full_specs.pop(), tuple(range(len(caches))), windows)

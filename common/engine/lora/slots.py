@@ -232,7 +232,7 @@ class AdapterQueue(WaitingQueue):
 
     def of(self, adapter: Adapter) -> list[str]:
         """Return the ids of the waiting requests of an adapter."""
-        return [request_id for request_id, each in self._adapter_of.items() if each == adapter]
+        return [request_id for request_id, waiting_for in self._adapter_of.items() if waiting_for == adapter]
 
     def adapters(self) -> list[Adapter]:
         """Return the adapters of waiting requests, by the rank of the first request of each."""

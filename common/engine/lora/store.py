@@ -183,7 +183,7 @@ class AdapterLoader:
 
     def remove(self, number: int) -> None:
         """Forget adapters with that number. Running requests keep theirs; waiting ones have it read again."""
-        for adapter in [each for each in (*self._slots.resident, *self._store.loaded) if each.number == number]:
+        for adapter in [known for known in (*self._slots.resident, *self._store.loaded) if known.number == number]:
             self._slots.drop(adapter)
             self._store.drop(adapter)
 

@@ -158,7 +158,7 @@ class PoolingScheduler:
         if len(outputs) < count:
             return None
         del self._parts[request.request_id]
-        return np.concatenate([each.ravel() for each in outputs])
+        return np.concatenate([output.ravel() for output in outputs])
 
     def stats(self, last_step_tokens: int = 0) -> EngineStats:
         """Return a snapshot."""

@@ -269,8 +269,8 @@ class LogitsBatch:
 
     def _make_processors(self) -> None:
         made = {name: make() for name, make in self._makers.items()}
-        self._keeping = {name: each for name, each in made.items() if each.is_argmax_invariant()}
-        self._changing = {name: each for name, each in made.items() if name not in self._keeping}
+        self._keeping = {name: processor for name, processor in made.items() if processor.is_argmax_invariant()}
+        self._changing = {name: processor for name, processor in made.items() if name not in self._keeping}
 
     def _update(
         self, sequences: Sequence[tuple[ProcessedSequence, Sequence[int]]]
@@ -278,9 +278,9 @@ class LogitsBatch:
         """Return what changed, None if nothing, and for each member of the batch its index in `sequences`."""
         members = self._members
         indices = {id(state): index for index, (state, _) in enumerate(sequences)}
-        holes = deque(index for index, each in enumerate(members) if id(each.state) not in indices)
+        holes = deque(index for index, member in enumerate(members) if id(member.state) not in indices)
         added: list[tuple[int, Any, list[int] | None, list[int]]] = []
-        present = {id(each.state): each for each in members}
+        present = {id(member.state): member for member in members}
         for state, tokens in sequences:
             num_prompt = len(state.prompt)
             if (member := present.get(id(state))) is not None:
@@ -303,4 +303,4 @@ class LogitsBatch:
             moved.append((last, hole, MoveDirectionality.UNIDIRECTIONAL))
         changed = bool(removed or added or moved)
         update = BatchUpdate(len(members), removed, added, moved) if changed else None
-        return update, [indices[id(each.state)] for each in members]
+        return update, [indices[id(member.state)] for member in members]

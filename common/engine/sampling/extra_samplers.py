@@ -167,4 +167,4 @@ EXTRA_SAMPLERS: Final[Mapping[str, type[ExtraSampler]]] = {
 
 def sampler_of(argument: str) -> str | None:
     """Return the name of the sampler that reads an argument; None for one that no sampler here reads."""
-    return next((name for name, each in EXTRA_SAMPLERS.items() if argument in each.arguments), None)
+    return next((name for name, sampler in EXTRA_SAMPLERS.items() if argument in sampler.arguments), None)

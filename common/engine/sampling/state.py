@@ -130,9 +130,9 @@ class SampledRows:
         its first draft, ...
         """
         samples = [(shard * seqs, plan, *sampled_positions(plan)) for shard, plan in plans.items()]
-        indices = np.concatenate([first + at * width + after for first, _, at, after in samples])
-        rows = np.concatenate([plan.rows[at] for _, plan, at, _ in samples])
-        ends = np.concatenate([_ends(plan)[at] + after for _, plan, at, after in samples])
+        indices = np.concatenate([first + sequences * width + after for first, _, sequences, after in samples])
+        rows = np.concatenate([plan.rows[sequences] for _, plan, sequences, _ in samples])
+        ends = np.concatenate([_ends(plan)[sequences] + after for _, plan, sequences, after in samples])
         return cls(indices, rows, ends, table.columns[rows], table)
 
     @classmethod
@@ -151,9 +151,9 @@ class SampledRows:
 
     def where(self, field: str) -> list[SampledRow]:
         """Return the sequences whose column `field` is true."""
-        at = np.flatnonzero(self.columns[field])
-        selected = zip(self.indices[at].tolist(), self.rows[at].tolist(), self.ends[at].tolist())
-        return [SampledRow(index, row, known, self.table[row]) for index, row, known in selected]
+        positions = np.flatnonzero(self.columns[field])
+        selected = zip(self.indices[positions].tolist(), self.rows[positions].tolist(), self.ends[positions].tolist())
+        return [SampledRow(index, row, num_known, self.table[row]) for index, row, num_known in selected]
 
     @property
     def kind(self) -> Kind:
@@ -186,23 +186,27 @@ class SampledRows:
             packed[2, self.indices] = counters.view(np.int32)
         sampled = [(plan, *sampled_positions(plan)) for plan in plans.values()]
         packed[7:] = [[empty_row], [-1]]
-        packed[7, self.indices] = np.concatenate([shift_rows(plan, empty_row)[at] for plan, at, _ in sampled])
-        packed[8, self.indices] = np.concatenate([_drafts(plan, at, after) for plan, at, after in sampled])
+        packed[7, self.indices] = np.concatenate(
+            [shift_rows(plan, empty_row)[sequences] for plan, sequences, _ in sampled]
+        )
+        packed[8, self.indices] = np.concatenate(
+            [_drafts(plan, sequences, after) for plan, sequences, after in sampled]
+        )
         return packed
 
     def _pack(self, packed: Int32, empty_row: int) -> UInt32 | None:
         """Write all fields but the noise keys. Return the counters that keys are mixed of; None if all are greedy."""
         packed[0] = empty_row
-        at = self.indices
+        indices = self.indices
         columns = self.columns
-        packed[0, at] = self.rows
-        packed[1, at] = self.ends
+        packed[0, indices] = self.rows
+        packed[1, indices] = self.ends
         if self.kind == "greedy":
             return None
-        packed[4, at] = columns["top_k"]
+        packed[4, indices] = columns["top_k"]
         real = packed.view(np.float32)
         for field, name in ((3, "temperature"), (5, "top_p"), (6, "min_p")):
-            real[field, at] = columns[name]
+            real[field, indices] = columns[name]
         return noise_counters(columns["seed"], self.ends.astype(np.int64))
 
 
@@ -253,8 +257,8 @@ def _drafts(plan: StepPlan, sequences: npt.NDArray[np.intp], after: Int32) -> In
     if plan.num_drafts is None:
         return np.full(len(sequences), -1, np.int32)
     counts = plan.num_drafts[sequences]
-    at = plan.query_start[sequences + 1] - counts + after
-    ids = plan.token_ids[np.minimum(at, plan.num_tokens - 1)]
+    positions = plan.query_start[sequences + 1] - counts + after
+    ids = plan.token_ids[np.minimum(positions, plan.num_tokens - 1)]
     ids = np.where(ids == GUESSED, GUESSED - after, ids)
     drafts: Int32 = np.where(after < counts, ids, np.int32(-1)).astype(np.int32)
     return drafts
@@ -262,8 +266,8 @@ def _drafts(plan: StepPlan, sequences: npt.NDArray[np.intp], after: Int32) -> In
 
 def by_sequence(rows: Sequence[SampledRow], width: int) -> Iterator[tuple[int, list[SampledRow]]]:
     """Group rows of `SampledRows.where` by sequence; yield its number, counted over all shards, and its rows."""
-    for sequence, own in groupby(rows, lambda row: row.index // width):
-        yield sequence, list(own)
+    for sequence, group in groupby(rows, lambda row: row.index // width):
+        yield sequence, list(group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,8 +344,8 @@ def additions(rows: Sequence[SampledRow], seqs: int) -> Iterator[Int32]:
     entries[0] = np.repeat(indices, counts)
     np.concatenate(tokens, out=entries[1])
     np.concatenate(values, out=entries.view(np.float32)[2])
-    for at in range(0, total, MAX_ADDITIONS):
-        piece = entries[:, at : at + MAX_ADDITIONS]
+    for first in range(0, total, MAX_ADDITIONS):
+        piece = entries[:, first : first + MAX_ADDITIONS]
         packed = np.zeros((3, MAX_ADDITIONS), np.int32)
         packed[0] = seqs
         packed[:, : piece.shape[1]] = piece
@@ -374,7 +378,7 @@ class _Words:
         parts = [part for sampled in rows if (part := _words_of_row(sampled)) is not None]
         if not parts:
             return None
-        indices, lasts, counts, own_rows, positions, tokens = (np.concatenate(each) for each in zip(*parts))
+        indices, lasts, counts, own_rows, positions, tokens = (np.concatenate(columns) for columns in zip(*parts))
         first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         return cls(indices, lasts, first, own_rows, positions, tokens)
 
@@ -424,12 +428,12 @@ def banned_words(rows: Sequence[SampledRow], seqs: int) -> Iterator[tuple[Int32,
         words[0] = seqs
         heads[0] = MAX_WORDS
         words[:, : stop - start] = all_words.indices[start:stop], all_words.lasts[start:stop]
-        own = slice(int(first[start]), int(first[stop]))
-        part = heads[:, : own.stop - own.start]
+        span = slice(int(first[start]), int(first[stop]))
+        part = heads[:, : span.stop - span.start]
         part[0] = np.repeat(np.arange(stop - start), np.diff(first[start : stop + 1]))
-        part[1] = all_words.rows[own]
-        part[2] = all_words.positions[own]
-        part[3] = all_words.tokens[own]
+        part[1] = all_words.rows[span]
+        part[2] = all_words.positions[span]
+        part[3] = all_words.tokens[span]
         yield words, heads
         start = stop
 
@@ -449,6 +453,6 @@ def grammar_masks(masks: Mapping[int, TokenMasks], seqs: int, width: int = 1) ->
     """Return the masks of every shard by row of logits. `seqs`, `width`: rows of logits per shard and per sequence."""
     return {
         shard * seqs + index: bits
-        for shard, own in masks.items()
-        for index, bits in zip((own.sequences * width + own.after).tolist(), own.bits)
+        for shard, shard_masks in masks.items()
+        for index, bits in zip((shard_masks.sequences * width + shard_masks.after).tolist(), shard_masks.bits)
     }

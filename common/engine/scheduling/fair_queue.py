@@ -118,7 +118,9 @@ class FairQueue(WaitingQueue, SchedulerPart[FairState]):
             firsts = [(owner, first) for owner in self._owners.values() if (first := owner.first()) is not None]
             if not firsts:
                 raise IndexError("no request is waiting")
-            self._next = min(firsts, key=lambda each: (each[0].running, each[0].served, each[1].rank))[1]
+            self._next = min(
+                firsts, key=lambda candidate: (candidate[0].running, candidate[0].served, candidate[1].rank)
+            )[1]
         return self._next
 
     def pop(self) -> Request:
@@ -188,15 +190,15 @@ class FairQueue(WaitingQueue, SchedulerPart[FairState]):
         owner = self._owners[request.owner]
         if owner.groups[request.group].running:
             return None
-        largest = max(self._owners.values(), key=lambda each: (each.running, each.served))
+        largest = max(self._owners.values(), key=lambda owner: (owner.running, owner.served))
         if largest.running < owner.running + 2:
             largest = owner
-        most = max(each.running for each in largest.groups.values())
+        most = max(group.running for group in largest.groups.values())
         if largest is owner and most < 2:
             return None
-        for each in reversed(running):
-            if self._owners[each.owner] is largest and largest.groups[each.group].running == most:
-                return each
+        for candidate in reversed(running):
+            if self._owners[candidate.owner] is largest and largest.groups[candidate.group].running == most:
+                return candidate
         return None
 
     def _update(self, request: Request, owner: _Owner) -> None:

@@ -476,8 +476,8 @@ class RunningBatch:
         `samples` bool [n]: these are all tokens that the row has left, then `drafts` [n] drafts. A single newest token
         may be in flight; all other tokens were known when the row was assigned.
         """
-        known = counts if drafts is None else counts - drafts
-        newest = samples & (known == 1)
+        without_drafts = counts if drafts is None else counts - drafts
+        newest = samples & (without_drafts == 1)
         if drafts is None and newest.all():
             return self.newest[rows]
         ids = np.empty(query_start[-1], np.int32)
@@ -513,8 +513,8 @@ class RunningBatch:
         inflight = self.inflight[rows] - 1
         self.inflight[rows] = inflight
         self.newest[rows] = np.where(inflight == 0, token_ids, PREVIOUS)
-        known = self.total[rows] - inflight
-        return rows[known >= self.next_page[rows]]
+        num_known = self.total[rows] - inflight
+        return rows[num_known >= self.next_page[rows]]
 
     def report_drafts(self, rows: Int32, drafts: Int32, rejected: Int32) -> None:
         """Record that of the `drafts` [n] of `rows` [n] the last `rejected` [n] were wrong; before `report`.

@@ -36,10 +36,10 @@ class NgramProposer(Proposer):
         request_ids, prompts, outputs, drafts, wanted = zip(*contexts)
         table = self._table
         numbers = self._numbers(request_ids, prompts)
-        known = table.lengths(numbers) - _sizes(prompts)
-        new_counts, new_tokens = _from(outputs, known)
+        known_outputs = table.lengths(numbers) - _sizes(prompts)
+        new_counts, new_tokens = _from(outputs, known_outputs)
         table.extend(numbers, counts=new_counts, tokens=new_tokens)
-        draft_counts, draft_tokens = _from(drafts, np.zeros_like(known))
+        draft_counts, draft_tokens = _from(drafts, np.zeros_like(known_outputs))
         lengths = table.write_drafts(numbers, counts=draft_counts, tokens=draft_tokens)
         ends = table.find(numbers, lengths)
         guesses = table.continuations(numbers, ends, lengths, max(wanted))
@@ -67,6 +67,6 @@ def _from(values: Sequence[Sequence[int]], starts: Index) -> tuple[Index, Int32]
     """Return how many tokens each sequence has from `starts` [n] on, and these, one after another."""
     counts = _sizes(values) - starts
     owners, offsets = spread(counts)
-    at = (starts[owners] + offsets).tolist()
-    tokens = map(getitem, map(values.__getitem__, owners.tolist()), at)  # slices would take four times as long
-    return counts, np.fromiter(tokens, np.int32, len(at))
+    positions = (starts[owners] + offsets).tolist()
+    tokens = map(getitem, map(values.__getitem__, owners.tolist()), positions)  # slices would take four times as long
+    return counts, np.fromiter(tokens, np.int32, len(positions))

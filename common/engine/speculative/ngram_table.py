@@ -88,16 +88,16 @@ class NgramTable:
     def extend(self, numbers: Index, counts: Index, tokens: Int32) -> None:
         """Add `counts` [n] tokens at the end of the texts `numbers` [n], one text's after another's, none EMBEDDED."""
         starts = self._lengths[numbers]
-        at, flat, owners, offsets = self._write(numbers, starts, counts, tokens)
+        positions, flat, owners, offsets = self._write(numbers, starts, counts, tokens)
         self._lengths[numbers] = starts + counts
         owning = numbers[owners]
         entries = self._first[owning] + self._entries(self._hash(flat), self._bits[owning])
-        clean = at >= self._clean_from[owning] + self._shortest
+        clean = positions >= self._clean_from[owning] + self._shortest
         for offset in range(int(counts.max(initial=0))):  # one token of each text at a time: chains are in order
             chosen = np.flatnonzero((offsets == offset) & clean)
             heads = entries[chosen]
             self._previous[flat[chosen]] = self._heads[heads]
-            self._heads[heads] = at[chosen]
+            self._heads[heads] = positions[chosen]
 
     def write_drafts(self, numbers: Index, counts: Index, tokens: Int32) -> Index:
         """Write drafts after the texts until these are extended. Return the lengths [n] with them."""
@@ -125,15 +125,15 @@ class NgramTable:
         for _ in range(_LINKS):
             if not len(active):
                 break
-            own = first[active] + ends
-            same = self._tokens[own[:, None] - places] == tails[active]
+            match_ends = first[active] + ends
+            same = self._tokens[match_ends[:, None] - places] == tails[active]
             matched = np.logical_and.accumulate(same, axis=1).sum(1)
             matched = np.minimum(matched, np.minimum(ends, reach[active]))
             better = (matched >= self._shortest) & (matched > best[active])
             improved = active[better]
             best[improved] = matched[better]
             best_ends[improved] = ends[better]
-            ends = self._previous[own].astype(np.int64)
+            ends = self._previous[match_ends].astype(np.int64)
             going_on = (ends > 0) & (best[active] < self._longest)
             active = active[going_on]
             ends = ends[going_on]
@@ -154,13 +154,13 @@ class NgramTable:
         Return of each token its index in its text and in the arrays, its text in `numbers`, and its number there.
         """
         needed = starts + counts
-        for each in np.flatnonzero(needed > 1 << self._bits[numbers]).tolist():
-            self._grow(int(numbers[each]), int(needed[each]))
+        for index in np.flatnonzero(needed > 1 << self._bits[numbers]).tolist():
+            self._grow(int(numbers[index]), int(needed[index]))
         owners, offsets = spread(counts)
-        at = starts[owners] + offsets
-        flat = self._first[numbers[owners]] + at
+        positions = starts[owners] + offsets
+        flat = self._first[numbers[owners]] + positions
         self._tokens[flat] = tokens
-        return at, flat, owners, offsets
+        return positions, flat, owners, offsets
 
     def _hash(self, flat: Index) -> UInt64:
         """Return the hashes of the n-grams in front of these indices of the arrays."""

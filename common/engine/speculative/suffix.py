@@ -67,9 +67,9 @@ class SuffixProposer(Proposer):
         text = self._texts.get(context.request_id)
         if text is None:
             text = self._texts[context.request_id] = TokenIndex(LENGTHS, context.prompt)
-        known = len(text) - len(context.prompt)
-        if known < len(context.outputs):
-            text.extend(context.outputs[known:])
+        num_outputs = len(text) - len(context.prompt)
+        if num_outputs < len(context.outputs):
+            text.extend(context.outputs[num_outputs:])
         tail = text.tokens[-self._max_depth :].tolist()
         tail.extend(context.drafts)
         hashes = hashes_of(tail, LENGTHS)
@@ -97,7 +97,7 @@ class SuffixProposer(Proposer):
         for length in sorted({length for length, _ in matched}, reverse=True):
             room = min(most, int(self._factor * length), self._max_depth - length)
             if room > best.score:
-                candidates = [end for own, end in matched if own >= length]
+                candidates = [end for match_length, end in matched if match_length >= length]
                 best = max(best, self._likeliest(text, candidates, room), key=_score)
         return best
 

@@ -50,8 +50,8 @@ def score_prompts(
         PromptScores(
             prompt.index,
             tuple(
-                score(prompt.begin + at, prompt.targets[at : at + piece], prompt.best)
-                for at in range(0, len(prompt.targets), piece)
+                score(prompt.begin + first, prompt.targets[first : first + piece], prompt.best)
+                for first in range(0, len(prompt.targets), piece)
             ),
         )
         for prompt in prompt_targets(plan, table)
@@ -164,9 +164,9 @@ class PendingShardSteps:
         """Enqueue the sampling of all shards. `masks`: of each shard, None if it has none."""
         assert self.sample is not None, "a plan has masked sequences"
         by_shard = {
-            shard: step.in_plan_order(own)
-            for shard, (step, own) in enumerate(zip(self.steps, masks, strict=True))
-            if step is not None and own is not None
+            shard: step.in_plan_order(shard_masks)
+            for shard, (step, shard_masks) in enumerate(zip(self.steps, masks, strict=True))
+            if step is not None and shard_masks is not None
         }
         self.set_tokens(self.sample(by_shard))
 

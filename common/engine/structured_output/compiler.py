@@ -119,7 +119,7 @@ class Structured:
             first=first[0],
             owner=owner,
             size=size,
-            changed=lambda each: self._recount(grammar, each),
+            changed=lambda entry: self._recount(grammar, entry),
             lock=self._lock,
         )
         self._memory.add(compiled)
@@ -158,7 +158,7 @@ class Structured:
     def _make_room(self) -> None:
         """Forget grammars of the key that uses most, those that were not used for longest."""
         while (owner := self._shares.over()) is not None:
-            self._forget(next(grammar for grammar, each in self._kept.items() if each.owner == owner))
+            self._forget(next(grammar for grammar, entry in self._kept.items() if entry.owner == owner))
 
     def _forget(self, grammar: Grammar) -> None:
         """Keep a grammar no longer than its requests run."""

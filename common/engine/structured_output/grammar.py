@@ -158,15 +158,15 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> Vocab
             "structured output needs a byte-level or sentencepiece tokenizer, and this model's is neither",
         )
     eos = tokenizer.eos_token_id
-    known = tuple(dict.fromkeys(each for each in (eos, *ends) if each is not None and 0 <= each < size))
-    if not known:
+    end_ids = tuple(dict.fromkeys(token for token in (eos, *ends) if token is not None and 0 <= token < size))
+    if not end_ids:
         raise RequestError(
             GRAMMAR_FIELD, "structured output needs a token that ends the answer, and this model names none"
         )
     return Vocabulary(
         tuple(table[token] for token in range(size)),
-        tokenizer.special_ids | set(known),
-        known,
+        tokenizer.special_ids | set(end_ids),
+        end_ids,
         tokenizer.encode_ordinary,
     )
 
@@ -246,7 +246,7 @@ def _closes_safely_under(key: str, value: Any) -> bool:
 
 def _closed(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_closed(each) for each in schema]
+        return [_closed(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     result = {key: value if key in _DATA else _closed_under(key, value) for key, value in schema.items()}
@@ -257,5 +257,5 @@ def _closed(schema: Any) -> Any:
 
 def _closed_under(key: str, value: Any) -> Any:
     if key in _NAME_MAPS and isinstance(value, Mapping):
-        return {name: _closed(each) for name, each in value.items()}
+        return {name: _closed(item) for name, item in value.items()}
     return _closed(value)

@@ -123,16 +123,16 @@ class GrammarMemory:
     def refuse_largest(self) -> None:
         """End the answers of the largest grammar of the key with most, if all take too much."""
         with self._lock:
-            grammars = [each for each in self._grammars if not each.refused]
+            grammars = [grammar for grammar in self._grammars if not grammar.refused]
             # What other threads took meanwhile is counted, too, hence also what the process has grown by.
             grown = self._resident.bytes - (self._before or 0)
-            if min(grown, sum(each.size for each in grammars)) <= self._max_bytes:
+            if min(grown, sum(grammar.size for grammar in grammars)) <= self._max_bytes:
                 return
             sizes = Counter[str]()
-            for each in grammars:
-                sizes[each.owner] += each.size
+            for grammar in grammars:
+                sizes[grammar.owner] += grammar.size
             owner = max(sizes, key=sizes.__getitem__)
-            largest = max((each for each in grammars if each.owner == owner), key=lambda each: each.size)
+            largest = max((grammar for grammar in grammars if grammar.owner == owner), key=lambda grammar: grammar.size)
         largest.refused = (
             f"its patterns take {largest.size >> 20} MiB, more than is left for grammars; make them simpler"
         )

@@ -87,9 +87,9 @@ class StepMasks(SchedulerPart[MasksState]):
 
     def restore(self, state: MasksState, requests: Sequence[Request]) -> None:
         self.num_requests = len(requests)
-        known = {request.request_id: request for request in requests}
-        self._late = {name: known[name] for name in state.late if name in known}
-        self.slow = {name: known[name] for name in state.slow if name in known}
+        by_id = {request.request_id: request for request in requests}
+        self._late = {name: by_id[name] for name in state.late if name in by_id}
+        self.slow = {name: by_id[name] for name in state.slow if name in by_id}
 
     def rows_to_run(self, running: Sequence[Request], inflight: Int32) -> Int32:
         """Return the rows of the `running` requests that may be in the next step.
@@ -138,8 +138,8 @@ class StepMasks(SchedulerPart[MasksState]):
         slowest: list[TokenMaskState] = []
         begin = self._clock()
         before = begin
-        for at in range(0, len(asking), group):
-            some = asking[at : at + group]
+        for first in range(0, len(asking), group):
+            some = asking[first : first + group]
             refresh_masks([(state, outputs) for _, state, outputs in some])
             now = self._clock()
             for request, _, _ in some:
@@ -184,14 +184,14 @@ class StepMasks(SchedulerPart[MasksState]):
         while advancing:
             count += 1
             advanced: list[tuple[int, Request, TokenMaskState, list[int]]] = []
-            for each in advancing:
-                _, request, state, new = each
+            for answer in advancing:
+                _, request, state, new = answer
                 status = finish_status(request, new[count - 1], len(request.outputs) + count)
                 if status is RequestStatus.RUNNING:
                     state.accept(new[count - 1])
-                    advanced.append(each)
-            going_on = [each for each in advanced if not each[2].finished and each[2].error is None]
-            quick = [each for each in going_on if each[1].request_id not in self.slow]
+                    advanced.append(answer)
+            going_on = [answer for answer in advanced if not answer[2].finished and answer[2].error is None]
+            quick = [answer for answer in going_on if answer[1].request_id not in self.slow]
             left = STEP_SECONDS - (self._clock() - begin)
             self._refresh([(request, [*request.outputs, *new[:count]]) for _, request, _, new in quick], left, GROUP)
             for index, _, state, new in advanced:
@@ -199,7 +199,7 @@ class StepMasks(SchedulerPart[MasksState]):
                     ended[index] = _ended(state)
                     if drafts is not None and count < len(new):
                         end_at(index, count, tokens, drafts)
-            advancing = [each for each in going_on if each[0] not in ended and count < len(each[3])]
+            advancing = [answer for answer in going_on if answer[0] not in ended and count < len(answer[3])]
         return ended, [index for index, _, state, _ in all_advancing if state.is_stale and index not in ended]
 
     def of_step(self, requests: Sequence[Request], plan: StepPlan, guesses: Int32) -> tuple[TokenMasks, list[int]]:

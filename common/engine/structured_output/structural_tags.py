@@ -60,12 +60,12 @@ def _of_structures(tag: Mapping[str, Any]) -> Format:
     if not isinstance(structures, list) or not isinstance(triggers, list):
         raise refused("structural_tag needs structures and triggers, each a list")
     tags = []
-    for index, each in enumerate(structures):
-        if not isinstance(each, Mapping) or not each.keys() >= {"begin", "end"}:
+    for index, structure in enumerate(structures):
+        if not isinstance(structure, Mapping) or not structure.keys() >= {"begin", "end"}:
             raise refused(f"structures[{index}] needs begin, schema and end")
-        schema = each.get("schema", each.get("structural_tag_schema", True))
+        schema = structure.get("schema", structure.get("structural_tag_schema", True))
         content = {"type": "json_schema", "json_schema": schema}
-        tags.append({"type": "tag", "begin": each["begin"], "content": content, "end": each["end"]})
+        tags.append({"type": "tag", "begin": structure["begin"], "content": content, "end": structure["end"]})
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
@@ -109,9 +109,9 @@ def _check_value(part: Format, key: str, where: str, depth: int) -> None:
         _checked(value, where, depth + 1)
     elif key in ("elements", "tags"):
         _need(isinstance(value, list) and 0 < len(value) <= MAX_TAGS, where, f"a list of 1 to {MAX_TAGS} formats")
-        for index, each in enumerate(value):
-            untyped = key == "tags" and isinstance(each, Mapping) and "type" not in each  # the list has one type only
-            child = _checked({**each, "type": "tag"} if untyped else each, f"{where}[{index}]", depth + 1)
+        for index, item in enumerate(value):
+            untyped = key == "tags" and isinstance(item, Mapping) and "type" not in item  # the list has one type only
+            child = _checked({**item, "type": "tag"} if untyped else item, f"{where}[{index}]", depth + 1)
             _need(key == "elements" or child["type"] == "tag", f"{where}[{index}]", "a tag")
 
 
@@ -122,7 +122,7 @@ def _check_triggers(part: Format, where: str) -> None:
 
 
 def _are_strings(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, str) and each for each in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) and item for item in value)
 
 
 def _need(good: bool, where: str, what: str) -> None:
@@ -188,9 +188,9 @@ class TagGrammar:
                 self.others[name] = part["grammar"]
                 return f"@{name}"
             case "sequence":
-                return " ".join(self._rule(self._of(each)) for each in part["elements"])
+                return " ".join(self._rule(self._of(element)) for element in part["elements"])
             case "or":
-                return "(" + " | ".join(self._rule(self._of(each)) for each in part["elements"]) + ")"
+                return "(" + " | ".join(self._rule(self._of(element)) for element in part["elements"]) + ")"
             case "tag":
                 return self._tag(part)
             case "triggered_tags":
@@ -238,10 +238,10 @@ class TagGrammar:
 
     def _text_without(self, excluded: Sequence[str]) -> str:
         """Return an expression of any text without these substrings."""
-        plain = [each for each in excluded if self._special is None or not self._special.search(each)]
+        plain = [text for text in excluded if self._special is None or not self._special.search(text)]
         if not plain:
             return "TEXT"
-        any_of = "|".join(each.translate(_IN_REGEX) for each in plain)
+        any_of = "|".join(text.translate(_IN_REGEX) for text in plain)
         return self._rule(f"/{ANY_TEXT}/ & ~/{ANY_TEXT}({any_of}){ANY_TEXT}/", "T")
 
     def _triggered(self, part: Format) -> str:

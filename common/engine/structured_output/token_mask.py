@@ -267,16 +267,16 @@ def masks_after(state: TokenMaskState, drafts: Sequence[int], outputs: Sequence[
     masks = np.full((1 + len(drafts), -(-state.vocab // 32)), 0xFFFFFFFF, np.uint32)
     if state.bits is not None:
         masks[0] = state.bits
-    known = list(outputs)
+    known_outputs = list(outputs)
     for index, draft in enumerate(drafts, 1):
         if not masks[index - 1, draft // 32] >> np.uint32(draft % 32) & np.uint32(1):
             break
         ahead.accept(draft)
-        known.append(draft)
+        known_outputs.append(draft)
         if ahead.finished:
             break
         if ahead.error is None:
-            refresh_masks([(ahead, known)])
+            refresh_masks([(ahead, known_outputs)])
         if ahead.error is not None:
             break
         if ahead.bits is not None:

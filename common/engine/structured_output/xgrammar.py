@@ -68,7 +68,7 @@ class Xgrammar(Library):
         except ImportError:
             raise GrammarError(not_installed("xgrammar")) from None
         # Tokens that no text spells are b"".
-        tokens = [b"" if token in vocabulary.special else each for token, each in enumerate(vocabulary.tokens)]
+        tokens = [b"" if token in vocabulary.special else text for token, text in enumerate(vocabulary.tokens)]
         info = xgrammar.TokenizerInfo(tokens, vocab_size=len(vocabulary), stop_token_ids=list(vocabulary.ends))
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=MAX_THREADS, cache_limit_bytes=CACHE_BYTES)
         self._make = xgrammar.GrammarMatcher
