@@ -11,9 +11,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from models.cases import nomic_mixture
-from models.cases.tiny import TINY, Tiny, logits, tokens
-from models.cases.tiny_pooling import CASES as CASES_OF_POOLING
 from safetensors.numpy import save_file
 from support.suite.rows import each_row
 
@@ -41,6 +38,9 @@ from pagoda.tests.common.weights.gguf.gguf_cases import (
     WRITTEN,
 )
 from pagoda.tests.common.weights.gguf.gguf_writing import convert
+from pagoda.tests.models.cases import nomic_mixture
+from pagoda.tests.models.cases.tiny import TINY, Tiny, logits, tokens
+from pagoda.tests.models.cases.tiny_pooling import CASES as CASES_OF_POOLING
 
 
 def _tiny(case: str) -> Tiny:
