@@ -1,4 +1,4 @@
-"""Decoders with layer norms, ungated or parallel blocks, learned positions or ALiBi: configs and tensor layouts."""
+"""Decoders with layer norms, ungated or parallel blocks, learned positions or ALiBi: their configs."""
 
 from __future__ import annotations
 

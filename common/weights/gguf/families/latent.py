@@ -1,4 +1,4 @@
-"""Decoders with latent attention: configs and tensor layouts."""
+"""Decoders with latent attention: their configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoders with linear-attention or short-convolution layers: configs and tensor layouts."""
+"""Decoders with linear-attention or short-convolution layers: their configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama and decoders of its kind: configs and tensor layouts.
+"""Configs of Llama and decoders of its kind.
 
 InternLM2, EXAONE 3 and Xverse are read as Llama, MiniCPM as Granite.
 """

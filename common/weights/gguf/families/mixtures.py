@@ -1,4 +1,4 @@
-"""Mixtures of experts whose router is a softmax (Llama 4: a sigmoid after the choice): configs and tensor layouts.
+"""Mixtures of experts whose router is a softmax (Llama 4: a sigmoid after the choice): their configs.
 
 What files leave out (gpt-oss's clamped gate, Llama 4's chunks and temperatures) follows llama.cpp.
 """

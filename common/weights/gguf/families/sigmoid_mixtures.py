@@ -1,4 +1,4 @@
-"""Mixtures of experts whose router is a sigmoid with a correction of the scores: configs and tensor layouts."""
+"""Mixtures of experts whose router is a sigmoid with a correction of the scores: their configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoders with state-space (Mamba) layers: configs and tensor layouts."""
+"""Decoders with state-space (Mamba) layers: their configs."""
 
 from __future__ import annotations
 
