@@ -1,4 +1,4 @@
-"""Open any kind of checkpoint as a Hugging Face config and a stream of tensors under Hugging Face names."""
+"""Open any kind of checkpoint as a Hugging Face config, a stream of tensors, and the rules for their names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 
 from pagoda.common.config.groups.model import LOAD_FORMATS
 from pagoda.common.errors import ModelError
+from pagoda.common.models.family import Family
 from pagoda.common.weights.folder import FolderCheckpoint
 from pagoda.common.weights.gguf.checkpoint import GgufCheckpoint
 from pagoda.common.weights.gguf.file import GgufFile
@@ -39,7 +40,7 @@ class Checkpoint(Protocol):
 
     @property
     def names(self) -> Collection[str]:
-        """Hugging Face names of all tensors where headers have them; else empty."""
+        """Names of all tensors where headers have them; else empty."""
         ...
 
     @property
@@ -66,7 +67,11 @@ class Checkpoint(Protocol):
         ...
 
     def tensors(self) -> Iterator[tuple[str, Value]]:
-        """Yield every tensor once, under its Hugging Face name. Raises WeightError for corrupt data."""
+        """Yield every tensor once, under its name in the file. Raises WeightError for corrupt data."""
+        ...
+
+    def family(self, family: Family) -> Family:
+        """Return the model's family with the rules for the names of this checkpoint's tensors."""
         ...
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import ModelError, WeightError
+from pagoda.common.models.family import Family
 from pagoda.common.weights.files import NamedTensor, leaves_folder, read_file, read_json
 from pagoda.common.weights.quantization.tensors import Scheme
 from pagoda.common.weights.safetensors import SafetensorsFile
@@ -84,6 +85,10 @@ class FolderCheckpoint:
                 yield from _tensors(SafetensorsFile(file.path, read_file(file.path)), names)
             else:
                 yield from _tensors(file, names)
+
+    def family(self, family: Family) -> Family:
+        """Return the family as it is: its rules are for Hugging Face's names."""
+        return family
 
 
 def _tensors(file: WeightFile, names: Iterable[str]) -> Iterator[NamedTensor]:

@@ -6,6 +6,7 @@ Strict both ways: every tensor must be used or ignored, every parameter filled e
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -254,6 +255,11 @@ class TensorMatch:
     def targets(self) -> tuple[str, ...]:
         return tuple(self._fill(name) for name in _targets(self.rule))
 
+    @property
+    def source(self) -> str:
+        """Name of the tensor, with its optional part; of a stack with `{e}`."""
+        return self._fill(self.rule.source, keep="e")
+
     def values(
         self, name: str, tensor: Value, params: Mapping[str, Param], stacks: dict[str, _PartialStack]
     ) -> Iterator[tuple[str, Value]]:
@@ -274,11 +280,11 @@ class TensorMatch:
                 yield targets[0], _token_rows(name, tensor, tokens, difference, params[targets[0]])
             case Split():
                 yield from _split(name, tensor, self.rule, [params[target] for target in targets])
-            case Stack(source=source):
+            case Stack():
                 param = params[targets[0]]
                 part = _checked(name, tensor, False, param.name, param.shape[1:])
                 if param.name not in stacks:
-                    stacks[param.name] = _PartialStack(param, self._fill(source, keep="e"))
+                    stacks[param.name] = _PartialStack(param, self.source)
                 if stacks[param.name].put(self.numbers["e"], name, part):
                     yield param.name, stacks[param.name].values()
 
@@ -409,24 +415,32 @@ def _token_rows(name: str, tensor: Value, tokens: Sequence[int], difference: boo
 
 
 def _split(name: str, tensor: Value, rule: Split, parts: Sequence[Param]) -> Iterator[tuple[str, Value]]:
-    axis = rule.axis
     groups = rule.quantised_pieces if isinstance(tensor, QuantizedTensor) else 1
-    groups = min(part.groups for part in parts) if rule.interleaved else groups
-    total = sum(part.shape[axis] for part in parts)
-    whole = (*parts[0].shape[:axis], total, *parts[0].shape[axis + 1 :])
-    rows = _checked(name, tensor, rule.transpose, " + ".join(part.name for part in parts), whole)
-    before = (slice(None),) * axis
-    period = total // groups
-    begin = 0
+    rows = _checked(name, tensor, rule.transpose, " + ".join(part.name for part in parts), _split_shape(rule, parts))
+    before = (slice(None),) * rule.axis
+    for part, slices in zip(parts, _split_slices(rule, parts, groups)):
+        pieces = [rows[(*before, piece)] for piece in slices]
+        yield part.name, concatenate(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def _split_shape(rule: Split, parts: Sequence[Param]) -> tuple[int, ...]:
+    """Return the shape of the tensor that has all parts, after it was transposed."""
+    total = sum(part.shape[rule.axis] for part in parts)
+    return (*parts[0].shape[: rule.axis], total, *parts[0].shape[rule.axis + 1 :])
+
+
+def _split_slices(rule: Split, parts: Sequence[Param], groups: int) -> Iterator[list[slice]]:
+    """Yield where each part is along the axis of the tensor that has all. `groups`: of rows of all parts."""
     if rule.alternating:
-        for first, part in enumerate(parts):
-            yield part.name, rows[(*before, slice(first, None, len(parts)))]
+        yield from ([slice(first, None, len(parts))] for first in range(len(parts)))
         return
-    for part in parts:
-        end = begin + part.shape[axis] // groups
-        pieces = [rows[(*before, slice(first + begin, first + end))] for first in range(0, total, period)]
-        yield part.name, concatenate(pieces) if groups > 1 else pieces[0]
-        begin = end
+    groups = min(part.groups for part in parts) if rule.interleaved else groups
+    sizes = [part.shape[rule.axis] // groups for part in parts]
+    total = sum(part.shape[rule.axis] for part in parts)
+    begin = 0
+    for size in sizes:
+        yield [slice(first + begin, first + begin + size) for first in range(0, total, total // groups)]
+        begin += size
 
 
 def _is_blocks(tensor: Value) -> bool:
@@ -505,6 +519,102 @@ def _passes_blocks(source: TensorMatch, param: str) -> bool:
             return param != source.targets[0]
         case _:
             return True
+
+
+def stored_tensors(
+    rules: Sequence[Rule],
+    params: Mapping[str, Param],
+    weights: Iterable[tuple[str, Value]],
+    preferred: Callable[[str, str], bool] = lambda source, param: False,
+) -> Iterator[tuple[str, Array]]:
+    """Yield the tensors of a checkpoint that `apply_rules` reads as these weights, dense. Scales are not undone.
+
+    Where several tensors could fill a parameter, a `preferred` one is written, else one of the module that most
+    parameters beside it could come from. The parts of a fused tensor are buffered until the last one comes.
+    """
+    matches = _chosen(_writers(rules, params), preferred)
+    waiting: dict[str, dict[str, Array]] = {}
+    for name, value in weights:
+        if name not in matches:
+            continue  # zeros, which need no tensor
+        match = matches[name]
+        array = value.dequantize() if isinstance(value, QuantizedTensor) else value
+        match match.rule:
+            case Stack():
+                yield from ((match.source.replace("{e}", str(number)), part) for number, part in enumerate(array))
+            case Split() as rule:
+                parts = waiting.setdefault(match.source, {})
+                parts[name] = array
+                if len(parts) == len(match.targets):
+                    del waiting[match.source]
+                    yield match.source, _fused(rule, [params[target] for target in match.targets], parts)
+            case rule:
+                yield match.source, _unapplied(rule, array)
+    for source in waiting:
+        raise WeightError(f"tensor {source}: the checkpoint lacks a part of it")
+
+
+def _writers(rules: Sequence[Rule], params: Mapping[str, Param]) -> dict[str, list[TensorMatch]]:
+    """Return for each parameter the rules that fill it and of whose targets the model has all."""
+    patterns = [(_pattern(target), rule) for rule in _reading(rules) for target in _targets(rule)]
+    writers: dict[str, list[TensorMatch]] = {}
+    for name in params:
+        for target, rule in patterns:
+            if (numbers := target.fullmatch(name)) is None:
+                continue
+            match = TensorMatch(rule, {place: int(number) for place, number in numbers.groupdict().items()})
+            if all(other in params for other in match.targets):
+                writers.setdefault(name, []).append(match)
+    return writers
+
+
+def _chosen(
+    writers: Mapping[str, Sequence[TensorMatch]], preferred: Callable[[str, str], bool]
+) -> dict[str, TensorMatch]:
+    """Return the rule to write each parameter by."""
+    modules = Counter(
+        (_parent(name), module)
+        for name, matches in writers.items()
+        for module in {_parent(match.source.removesuffix(".weight").removesuffix(".bias")) for match in matches}
+    )
+
+    def rank(name: str, match: TensorMatch) -> tuple[bool, int]:
+        module = _parent(match.source.removesuffix(".weight").removesuffix(".bias"))
+        return preferred(match.source, name), modules[_parent(name), module]
+
+    return {name: max(matches, key=lambda match: rank(name, match)) for name, matches in writers.items()}
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _fused(rule: Split, params: Sequence[Param], parts: Mapping[str, Array]) -> Array:
+    """Return the tensor that `_split` divides into these parts."""
+    arrays = [parts[param.name] for param in params]
+    if len({array.dtype for array in arrays}) > 1:
+        arrays = [to_float32(array) for array in arrays]
+    whole = np.empty(_split_shape(rule, params), arrays[0].dtype)
+    before = (slice(None),) * rule.axis
+    for array, slices in zip(arrays, _split_slices(rule, params, 1)):
+        for piece, values in zip(slices, np.split(array, len(slices), rule.axis)):
+            whole[(*before, piece)] = values
+    return whole.swapaxes(-1, -2) if rule.transpose is True else whole
+
+
+def _unapplied(rule: TensorRule, array: Array) -> Array:
+    """Return the tensor from which a rule of one tensor and one parameter makes `array`."""
+    match rule:
+        case Rename(transpose=True):
+            return array.swapaxes(-1, -2)
+        case Reshape(transpose=transpose):
+            rows = array.swapaxes(-1, -2) if transpose else array
+            return rows.reshape(-1, rows.shape[-1])
+        case Shift(offset=offset):
+            values = to_float32(array) - np.float32(offset)
+            return to_bfloat16(values) if array.dtype == BFLOAT16 else values.astype(array.dtype)
+        case _:
+            return array
 
 
 def sources(rules: Sequence[Rule], params: Mapping[str, Param]) -> dict[str, list[tuple[TensorRule, str]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -78,7 +78,7 @@ def resolve_drafter(
                 method = implied_method(own_config, own.names)
             if method == _MTP:
                 raise ModelError("method mtp reads the model's own checkpoint; drop model")
-            found = _drafter_of(method, own_config, own.names, target)
+            found = _drafter_of(method, own_config, own, target)
     except ModelError as error:
         raise ConfigError(FLAG, f"{settings.model or config.model.model}: {error}") from None
     number = settings.num_speculative_tokens or stated or found.most or (1 if method == _MTP else None)
@@ -109,12 +109,12 @@ def _config_of(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], QuantizationC
     return without_quantization(hf_config), read_quantization(hf_config)
 
 
-def _drafter_of(method: str, config: Mapping[str, Any], names: Collection[str], target: AnySpec) -> DrafterFamily:
+def _drafter_of(method: str, config: Mapping[str, Any], checkpoint: Checkpoint, target: AnySpec) -> DrafterFamily:
     if method == "draft_model":
-        return language_drafter(config, target.vocab)
+        return language_drafter(config, target.vocab, checkpoint.family)
     if not isinstance(target, ModelSpec):
         raise ModelError(f"method {method} reads hidden states of the model, which transformers computes; use another")
-    return drafter_of(method, config, names, target)
+    return drafter_of(method, config, checkpoint.names, target)
 
 
 def _check_settings(config: EngineConfig, settings: SpeculativeConfig) -> None:

@@ -146,7 +146,7 @@ class Resolved:
             has_head = self.spec.pooler is None
             return schemes_on_the_fly(method, parameters, has_head) if self.quantizes_on_host else {}
         stored = self.checkpoint.schemes
-        return stored_schemes(self.family.rules, parameters, stored) if stored else {}
+        return stored_schemes(self.checkpoint.family(self.family).rules, parameters, stored) if stored else {}
 
     @property
     def quantizes_on_host(self) -> bool:

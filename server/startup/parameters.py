@@ -108,7 +108,7 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
         return dummy_weights(shapes, config.model.seed, resolved.dtype, resolved.schemes)
     quantization = resolved.quantization
     stored = _stored(config, checkpoint)
-    family = resolved.family
+    family = checkpoint.family(resolved.family)
     tensors = stored
     kv_scales: Scales = {}
     if quantization is not None:
@@ -151,11 +151,10 @@ def check_weights(resolved: Resolved) -> None:
 
     Only where they are known without reading the weights and nothing but the family's rules maps them to parameters.
     """
-    family = resolved.family
     spec = resolved.spec
     names = resolved.checkpoint.names
     if (
-        family is None
+        resolved.family is None
         or isinstance(spec, TransformersSpec)
         or not names
         or resolved.quantization is not None
@@ -163,6 +162,7 @@ def check_weights(resolved: Resolved) -> None:
     ):
         return
     modules = None if resolved.runner is None else resolved.runner.modules
+    family = resolved.checkpoint.family(resolved.family)
     if family.adapter is None and not family.side_files and modules is None:
         check_names(family.rules, params(spec), names, family.ignored)
 

@@ -23,7 +23,6 @@ from pagoda.common.weights.gguf.families import (
     state_space,
 )
 from pagoda.common.weights.gguf.file import GgufFile
-from pagoda.common.weights.gguf.layouts import TensorLayout
 from pagoda.common.weights.gguf.metadata import Config, Metadata
 
 
@@ -92,5 +91,3 @@ ARCHITECTURES: Final[Mapping[str, Callable[[Metadata], Config]]] = {
     name: build for kind in _KINDS for name, build in kind.CONFIGS.items()
 }
 """GGUF architecture -> builder of the Hugging Face config."""
-LAYOUTS: Final[Mapping[str, TensorLayout]] = {name: layout for kind in _KINDS for name, layout in kind.LAYOUTS.items()}
-"""GGUF architecture -> names and layouts of its tensors."""

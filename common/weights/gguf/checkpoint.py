@@ -1,12 +1,13 @@
-"""A GGUF file as a Hugging Face checkpoint: config, and tensors under Hugging Face names and in its layouts.
+"""A GGUF file as a checkpoint: its configuration under Hugging Face's keys, and the tensors under their own names.
 
-Blocks stay as they are in the file, views of it where the layout is the same. They run along the inputs of a matrix:
-tensors of blocks are [..., O, I] even where Hugging Face's layout is transposed.
+Values are in the layout of the parameters. Blocks stay as they are in the file, views of it where the layout is the
+same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -15,12 +16,19 @@ from typing import Any
 import numpy as np
 
 from pagoda.common.errors import WeightError
+from pagoda.common.models.family import Family, TensorRule
 from pagoda.common.weights.dtypes import to_float32
 from pagoda.common.weights.files import NamedTensor
-from pagoda.common.weights.gguf.architectures import LAYOUTS, generation_config, hf_config
+from pagoda.common.weights.gguf.architectures import generation_config, hf_config
 from pagoda.common.weights.gguf.dequantize import stored_dtype
 from pagoda.common.weights.gguf.file import GgufFile, GgufTensor
-from pagoda.common.weights.quantization.tensors import Blocks, Floats, Scheme, Value, scaled
+from pagoda.common.weights.gguf.layouts import RowChange, changes, latent_heads
+from pagoda.common.weights.gguf.names import CONFIG_TENSORS, NUMBERS, pattern, weight_rules, with_rules
+from pagoda.common.weights.quantization.tensors import Blocks, Floats, QuantizedTensor, Scheme, Value, scaled
+
+_LATENT_KEYS = ".attn_k_b."
+_LATENT_VALUES = ".attn_v_b."
+"""In the names of a pair of tensors that fill one parameter."""
 
 
 class GgufCheckpoint:
@@ -35,27 +43,32 @@ class GgufCheckpoint:
         self.folder: Path = file.path.parent
         self.gguf_metadata: Mapping[str, Any] | None = file.metadata
         self._config = hf_config(file)
-        self._layout = LAYOUTS[file.metadata["general.architecture"]].for_file(file.tensors)
-        self._tensors = self._known_tensors() if weights else ()
+        self._architecture = str(file.metadata["general.architecture"])
+        self._changes = changes(self._architecture)
+        self._rules = weight_rules(self._architecture, file.tensors)
+        self._tensors = self._weights() if weights else ()
         self._blocks = frozenset(self._kept(self._tensors))
         self._numbers = tuple(self._layer_numbers()) if weights else ()
 
-    def _known_tensors(self) -> tuple[GgufTensor, ...]:
-        """Tensors that are Hugging Face weights. Raises WeightError for one unknown in this architecture."""
+    def family(self, family: Family) -> Family:
+        """Return a family with the rules for the names of this file's tensors."""
+        return with_rules(family, self._rules)
+
+    def _weights(self) -> tuple[GgufTensor, ...]:
+        """Return the tensors that are weights. Raises WeightError for an unknown one, or half of a pair."""
+        sources = {rule.source for rule in self._rules if isinstance(rule, TensorRule)}
         result = []
         for name, info in self.file.tensors.items():
             if self._drafts(name) or self._scaled(name) is not None:
                 continue
-            try:
-                target = self._layout.rename(name)
-            except (KeyError, ValueError):
-                architecture = self.file.metadata["general.architecture"]
-                raise WeightError(f"{self.file.path}: tensor {name} is unknown in a {architecture} model") from None
-            partner = self._layout.partner(name)
+            partner = _partner(name)
             if partner is not None and partner not in self.file.tensors:
                 raise WeightError(f"{self.file.path}: tensor {partner} is missing")
-            if target is not None:
-                result.append(info)
+            if _LATENT_VALUES in name or _stem(name) in CONFIG_TENSORS:
+                continue
+            if pattern(name) not in sources:
+                raise WeightError(f"{self.file.path}: tensor {name} is unknown in a {self._architecture} model")
+            result.append(info)
         return tuple(result)
 
     def _scaled(self, name: str) -> str | None:
@@ -71,42 +84,31 @@ class GgufCheckpoint:
     def _kept(self, tensors: Iterable[GgufTensor]) -> Iterator[str]:
         """Yield the names of the tensors whose blocks stay as they are."""
         for info in tensors:
-            if self._layout.is_partner(info.name):
-                continue
-            partner = self._layout.partner(info.name)
-            parts = [info] if partner is None else [info, self.file.tensors[partner]]
-            matrices = all(part.type.is_quantized and len(part.shape) > 1 for part in parts)
-            if matrices and self._layout.keeps_blocks(info.name, [part.type for part in parts]):
-                yield from (part.name for part in parts)
+            change = self._changes.get(_stem(info.name))
+            by_rows = (change is None or isinstance(change, RowChange)) and _partner(info.name) is None
+            if by_rows and info.type.is_quantized and len(info.shape) > 1 and not info.name.endswith(".bias"):
+                yield info.name
 
     @property
     def schemes(self) -> dict[str, Scheme]:
-        """Schemes of the tensors of blocks, by Hugging Face names. From the file's head."""
-        tensors = self._tensors or self._known_tensors()
+        """Schemes of the tensors of blocks. From the file's head."""
+        tensors = self._tensors or self._weights()
         kept = self._blocks or frozenset(self._kept(tensors))
-        return {
-            target: Blocks(info.type)
-            for info in tensors
-            if info.name in kept and not self._layout.is_partner(info.name)
-            for target in self._layout.targets(info.name, info.shape[0])
-        }
+        return {info.name: Blocks(info.type) for info in tensors if info.name in kept}
 
     def _drafts(self, name: str) -> bool:
         """Whether a tensor belongs to a layer after the last one, which only proposes drafts."""
-        architecture = self.file.metadata["general.architecture"]
-        if not self.file.metadata.get(f"{architecture}.nextn_predict_layers") or not name.startswith("blk."):
+        if not self.file.metadata.get(f"{self._architecture}.nextn_predict_layers") or not name.startswith("blk."):
             return False
         index = name.split(".", 2)[1]
         return index.isdigit() and int(index) >= self._config["num_hidden_layers"]
 
     def _layer_numbers(self) -> Iterator[NamedTensor]:
-        """Parameters that are numbers in the metadata."""
-        for name, key in self._layout.numbers.items():
-            values = self.file.metadata.get(key) or self.file.metadata.get(
-                f"{self.file.metadata['general.architecture']}.{key}"
-            )
+        """Yield the parameters that are numbers in the metadata."""
+        for key in NUMBERS:
+            values = self.file.metadata.get(key) or self.file.metadata.get(f"{self._architecture}.{key}")
             for layer, value in enumerate(values or ()):
-                yield f"{self._layout.prefix}.{layer}.{name}", np.array([value], np.float32)
+                yield f"blk.{layer}.{key}", np.array([value], np.float32)
 
     @property
     def path(self) -> Path:
@@ -115,19 +117,12 @@ class GgufCheckpoint:
     @cached_property
     def names(self) -> frozenset[str]:
         """Names of all arrays that `tensors` yields."""
-        whole = (info for info in self._tensors if not self._layout.is_partner(info.name))
-        stored = (self._layout.targets(info.name, info.shape[0] if info.shape else 1) for info in whole)
-        return frozenset((*(name for name, _ in self._numbers), *(name for names in stored for name in names)))
+        return frozenset((*(name for name, _ in self._numbers), *(info.name for info in self._tensors)))
 
     @property
     def num_tensors(self) -> int:
-        """Number of tensors that `tensors` yields; stacked experts count individually."""
-        return len(self._numbers) + sum(self._num_targets(info) for info in self._tensors)
-
-    def _num_targets(self, info: GgufTensor) -> int:
-        if self._layout.is_partner(info.name):
-            return 0
-        return len(self._layout.targets(info.name, info.shape[0] if info.shape else 1))
+        """Number of tensors that `tensors` yields."""
+        return len(self._numbers) + len(self._tensors)
 
     @property
     def num_bytes(self) -> int:
@@ -137,7 +132,9 @@ class GgufCheckpoint:
     def _num_bytes(self, info: GgufTensor) -> int:
         if info.name in self._blocks:
             return info.size
-        return prod(info.shape) * (4 if self._layout.shifts_norm(info.name) else stored_dtype(info.type).itemsize)
+        partner = _partner(info.name)
+        parts = [info] if partner is None else [info, self.file.tensors[partner]]
+        return sum(prod(part.shape) * stored_dtype(part.type).itemsize for part in parts)
 
     def config(self) -> dict[str, Any]:
         return dict(self._config)
@@ -147,20 +144,22 @@ class GgufCheckpoint:
         return generation_config(self.file)
 
     def tensors(self) -> Iterator[tuple[str, Value]]:
-        """Yield every tensor under its Hugging Face name, in file order."""
+        """Yield every tensor in file order, in the layout of its parameter."""
         yield from self._numbers
         for info in self._tensors:
-            if not self._layout.is_partner(info.name):
-                yield from self._restored(info)
+            yield info.name, self._restored(info)
 
-    def _restored(self, info: GgufTensor) -> list[tuple[str, Value]]:
+    def _restored(self, info: GgufTensor) -> Value:
         """Return what a tensor of the file holds. Raises WeightError for a shape that does not fit the metadata."""
-        partner = self._layout.partner(info.name)
+        partner = _partner(info.name)
         try:
-            second = None if partner is None else self._value(partner)
-            restored = self._layout.restore(info.name, self._value(info.name), self._config, second)
-            scales = self._scales(info.name, partner)
-            return list(restored if scales is None else self._times(restored, info, scales))
+            value = self._changed(info.name)
+            if partner is None:
+                return value
+            values = self._changed(partner)
+            assert not isinstance(value, QuantizedTensor)
+            assert not isinstance(values, QuantizedTensor)
+            return latent_heads(keys=value, values=values)
         except WeightError as error:
             if str(self.file.path) in str(error):
                 raise
@@ -171,35 +170,44 @@ class GgufCheckpoint:
                 f"({error}); download it again"
             ) from error
 
-    def _scales(self, name: str, partner: str | None) -> Floats | None:
-        """Return what the values of a tensor are multiplied by: a number, or one per expert; None without any.
+    def _changed(self, name: str) -> Value:
+        """Return a tensor in the layout of its parameter, times its scales."""
+        tensor: Value = self.file.blocks(name) if name in self._blocks else self.file.tensor(name)
+        change = self._changes.get(_stem(name))
+        if isinstance(tensor, QuantizedTensor):
+            if change is not None:
+                assert isinstance(change, RowChange)
+                tensor = change.apply(tensor, self._config)
+        elif change is not None:
+            tensor = change(tensor, self._config)
+        scales = self._scales(name)
+        return tensor if scales is None else self._times(name, tensor, scales)
 
-        NVFP4's matrices have those. Raises WeightError for a matrix that is joined from two with different ones.
-        """
-        own = self._stored_scales(name)
-        if partner is None:
-            return own
-        one = np.ones(1, np.float32)
-        other = self._stored_scales(partner)
-        if not np.array_equal(one if own is None else own, one if other is None else other):
-            raise WeightError(f"{self.file.path}: tensors {name} and {partner} have different scales; convert it again")
-        return own
-
-    def _stored_scales(self, name: str) -> Floats | None:
+    def _scales(self, name: str) -> Floats | None:
+        """Return what the values of a tensor are multiplied by: a number, or one per expert; None without any."""
         scale = f"{name.removesuffix('.weight')}.scale"
         if scale not in self.file.tensors or not self._has_scales(name):
             return None
         return to_float32(self.file.tensor(scale)).reshape(-1)
 
-    def _times(
-        self, tensors: Iterable[tuple[str, Value]], info: GgufTensor, scales: Floats
-    ) -> Iterator[tuple[str, Value]]:
-        targets = self._num_targets(info)
-        if scales.size not in (1, targets):
-            stem = info.name.removesuffix(".weight")
-            raise WeightError(f"{self.file.path}: tensor {stem}.scale has {scales.size} scales for {targets} matrices")
-        for (name, value), scale in zip(tensors, np.broadcast_to(scales, targets), strict=True):
-            yield name, scaled(value, float(scale))
+    def _times(self, name: str, tensor: Value, scales: Floats) -> Value:
+        matrices = tensor.shape[0] if len(tensor.shape) > 2 else 1
+        if scales.size not in (1, matrices):
+            stem = name.removesuffix(".weight")
+            raise WeightError(f"{self.file.path}: tensor {stem}.scale has {scales.size} scales for {matrices} matrices")
+        if scales.size == 1:
+            return scaled(tensor, float(scales[0]))
+        if not isinstance(tensor, QuantizedTensor):
+            return to_float32(tensor) * scales.reshape(-1, *(1,) * (tensor.ndim - 1))
+        rows = tensor.shape[:-1]
+        return replace(tensor, row_scales=np.broadcast_to(scales.reshape(-1, 1), rows).copy())
 
-    def _value(self, name: str) -> Value:
-        return self.file.blocks(name) if name in self._blocks else self.file.tensor(name)
+
+def _stem(name: str) -> str:
+    """Return a tensor's name without `blk.N.` and `.weight` or `.bias`."""
+    return pattern(name).removeprefix("blk.{l}.").removesuffix(".weight").removesuffix(".bias")
+
+
+def _partner(name: str) -> str | None:
+    """Return the tensor that fills one parameter together with this one, if any."""
+    return name.replace(_LATENT_KEYS, _LATENT_VALUES) if _LATENT_KEYS in name else None

@@ -6,18 +6,20 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from pagoda.common.errors import ModelError
+from pagoda.common.models.family import Family
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import BFLOAT16, to_bfloat16, to_float32
 from pagoda.common.weights.quantization.config import EMBEDDINGS
 from pagoda.common.weights.quantization.on_the_fly import is_matrix, quantize, rounded_int4, scheme_of
 from pagoda.common.weights.quantization.tensors import Array, Floats, Int4, QuantizedTensor, Value
-from pagoda.common.weights.rules import TensorUse
+from pagoda.common.weights.rules import TensorUse, stored_tensors
 from pagoda.common.weights.safetensors import write_safetensors
 
 METHODS: Final = ("int4", "int8", "fp8")
@@ -108,6 +110,49 @@ def write_quantized(
         raise ModelError("the model has no matrix that can be quantised; serve it as it is")
     writer.finish()
     return Exported(writer.num_bytes, tuple(quantised), tuple(ignored), rounding.config(ignored))
+
+
+_WRITTEN_NAMES: Final[Mapping[str, tuple[tuple[str, str | None], ...]]] = {
+    "BailingMoeForCausalLM": (("model.word_embeddings.*", None), ("*.attention.*", None)),
+    "BailingMoeV2ForCausalLM": (("model.word_embeddings.*", None), ("*.attention.*", None), ("*.expert_bias", None)),
+    "Ernie4_5_MoeForCausalLM": (("*.moe_statics.*", None),),
+    "ExaoneMoeForCausalLM": (("*.mlp.e_score_correction_bias", None),),
+    "FalconForCausalLM": (("*.ln_*", "before_ffn"),),
+    "FalconH1ForCausalLM": (("model.final_layernorm.*", None),),
+    "JambaForCausalLM": (("model.final_layernorm.*", None),),
+    "KimiLinearForCausalLM": (("*.gate.e_score_correction_bias", None),),
+    "MiMoV2FlashForCausalLM": (("*.[qkv]_proj.*", None), ("*.attention_sink_bias", None)),
+    "NemotronHForCausalLM": (("*.mixer.o_proj.*", "q"),),
+    "PhiForCausalLM": (("model.final_layernorm.*", None), ("*.self_attn.dense.*", None)),
+    "Qwen2MoeForCausalLM": (("*.shared_expert.*", None),),
+    "Qwen3NextForCausalLM": (("*.shared_expert.*", None),),
+    "Qwen3_5ForCausalLM": (("*.in_proj_qkv.*", "decay"), ("*.in_proj_[zab].*", "decay")),
+    "Qwen3_5MoeForCausalLM": (
+        ("*.in_proj_qkv.*", "decay"),
+        ("*.in_proj_[zab].*", "decay"),
+        ("*.shared_expert.*", None),
+    ),
+}
+"""Architecture -> names of tensors that transformers writes, where its family reads others, too.
+
+Each with the last part of a parameter that the layer must have beside it, if any.
+"""
+
+
+def hugging_face_tensors(
+    architecture: str, family: Family, params: Mapping[str, Param], weights: Iterable[tuple[str, Value]]
+) -> Iterator[tuple[str, Array]]:
+    """Yield weights, dense and not scaled, as the tensors that transformers writes for a model of an architecture."""
+    written = _WRITTEN_NAMES.get(architecture, ())
+
+    def preferred(source: str, param: str) -> bool:
+        stem = param.rpartition(".")[0]
+        return any(
+            fnmatchcase(source, pattern) and (beside is None or f"{stem}.{beside}" in params)
+            for pattern, beside in written
+        )
+
+    return stored_tensors(family.rules, params, weights, preferred)
 
 
 def copy_other_files(source: Path, folder: Path) -> None:

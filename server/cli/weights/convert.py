@@ -24,8 +24,8 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.models.transformers_spec import own_spec
-from pagoda.common.weights.quantization.export import copy_other_files, write_quantized
-from pagoda.common.weights.rules import tensor_uses, with_equal_head
+from pagoda.common.weights.quantization.export import copy_other_files, hugging_face_tensors, write_quantized
+from pagoda.common.weights.rules import apply_rules, tensor_uses, with_equal_head
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.settings.flags import EngineArgs, FlagParser, add_settings, resolve_settings
 from pagoda.server.settings.resolve import Resolved, model_config, open_model, resolve
@@ -98,8 +98,13 @@ def _quantise(engine: EngineConfig, method: str, folder: Path) -> str:
         _write_json(folder / "generation_config.json", generation)
     if (tokenizer := open_tokenizer(engine)) is not None and (is_gguf or model.tokenizer is not None):
         tokenizer.save(folder)
+    stored_family = checkpoint.family(family)
     if spec.tied:
-        progress = with_equal_head(family.rules, progress, checkpoint.names)
+        progress = with_equal_head(stored_family.rules, progress, checkpoint.names)
+    if is_gguf:
+        unscaled = {name: replace(param, scale=1.0) for name, param in parameters.items()}
+        weights = apply_rules(stored_family.rules, unscaled, progress, stored_family.ignored)
+        progress = hugging_face_tensors(hf_config["architectures"][0], family, parameters, weights)
     uses = tensor_uses(family.rules, parameters)
     exported = write_quantized(progress, uses, parameters, method, dtype, folder)
     named = {} if dtype is None else {"dtype": dtype}

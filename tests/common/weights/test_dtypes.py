@@ -10,7 +10,7 @@ from support.suite.rows import each_row
 from pagoda.common.models.family import Rename, Split, Stack
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights import dtypes
-from pagoda.common.weights.gguf.architectures import LAYOUTS
+from pagoda.common.weights.gguf.names import weight_rules
 from pagoda.common.weights.rules import apply_rules
 
 TAGS = [getattr(dtypes, name) for name in dir(dtypes) if name.startswith(("BFLOAT", "FLOAT"))]
@@ -86,6 +86,6 @@ def test_every_rule_carries_tagged_arrays() -> None:
 
 def test_a_shifted_norm_is_read_as_a_number() -> None:
     norm = dtypes.to_bfloat16(np.array([1.5, 0.25], np.float32))
-    ((name, got),) = LAYOUTS["gemma3"].restore("blk.0.attn_norm.weight", norm, {})
-    assert name == "model.layers.0.input_layernorm.weight"
-    assert got.tolist() == [0.5, -0.75]
+    params = {"layers.0.norms.before_mixer": Param("layers.0.norms.before_mixer", (2,), "D")}
+    ((_, got),) = apply_rules(weight_rules("gemma3", ()), params, [("blk.0.attn_norm.weight", norm)])
+    assert dtypes.to_float32(got).tolist() == [0.5, -0.75]

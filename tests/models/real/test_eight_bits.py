@@ -43,6 +43,7 @@ BOUNDS = {
 def answers(model_file: Path) -> Answers:
     checkpoint = open_checkpoint(model_file)
     spec, family = spec_from_config(checkpoint.config())
+    family = checkpoint.family(family)
     weights = list(apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored))
     ids = load_tokenizer(str(model_file)).encode(TEXT)
 

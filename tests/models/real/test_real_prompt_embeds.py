@@ -29,6 +29,7 @@ def embeddings(file: Path, prompts: list[list[int]]) -> list[np.ndarray]:
     """Return the rows of the embedding table of each prompt's tokens."""
     checkpoint = open_checkpoint(str(file), "auto", weights=True)
     spec, family = spec_from_config(checkpoint.config())
+    family = checkpoint.family(family)
     weights = apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored)
     embed = next(value for name, value in weights if name == "embed")
     table = embed.dequantize() if isinstance(embed, QuantizedTensor) else np.asarray(embed, np.float32)

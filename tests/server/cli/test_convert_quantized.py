@@ -149,7 +149,7 @@ def test_a_gguf_file_is_converted(model: Path, tmp_path: Path) -> None:
     assert tensors["lm_head.weight"].dtype == np.float16
     assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
     assert (out / "tokenizer.json").exists()
-    assert len(quantised(out)) == 14
+    assert set(quantised(out)) == {name for name in load_file(model / "model.safetensors") if "_proj" in name}
 
 
 def test_large_models_are_written_in_several_files(model: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Final
 
 from pagoda.common.errors import ModelError
 from pagoda.common.weights.gguf.decoder_keys import RMS, DecoderKeys, layer_types, windows
-from pagoda.common.weights.gguf.layouts import AROUND_NORMS, ATTENTION, GATED, PLAIN, QK_NORM, ROOT, TensorLayout
 from pagoda.common.weights.gguf.metadata import Config, Metadata, has_tensor, rows
 
 
@@ -158,58 +157,4 @@ CONFIGS: Final[Mapping[str, Callable[[Metadata], Config]]] = {
         theta=1_000_000.0,
         more=_gemma3,
     ),
-}
-
-# Tensors.
-
-_ROOT: Final = {
-    **ROOT,
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-    "altup_proj": "model.altup_projections.{e}",
-    "altup_unembd_proj": "model.altup_unembed_projections.{e}",
-}
-_BLOCK: Final = {
-    **ATTENTION,
-    **QK_NORM,
-    **GATED,
-    **AROUND_NORMS,
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-}
-
-LAYOUTS: Final[Mapping[str, TensorLayout]] = {
-    "gemma3n": TensorLayout(
-        _ROOT,
-        {
-            **_BLOCK,
-            "altup_correct_coef": "altup.correction_coefs",
-            "altup_correct_scale.weight": "altup.correct_output_scale",
-            "altup_predict_coef": "altup.prediction_coefs",
-            "altup_router": "altup.modality_router",
-            "altup_router_norm": "altup.router_norm",
-            "laurel_l": "laurel.linear_left",
-            "laurel_r": "laurel.linear_right",
-            "laurel_post_norm": "laurel.post_laurel_norm",
-        },
-    ),
-    "gemma4": TensorLayout(
-        _ROOT,
-        {
-            **_BLOCK,
-            "layer_output_scale.weight": "layer_scalar",
-            "ffn_gate_inp": "router.proj",
-            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
-            "ffn_down_exps.weight": "experts.down_proj",
-            "post_ffw_norm_1": "post_feedforward_layernorm_1",
-            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-            "post_ffw_norm_2": "post_feedforward_layernorm_2",
-        },
-        whole={"ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale"},
-    ),
-    "gemma": TensorLayout(ROOT, PLAIN, norm_plus_one=True),
-    "gemma2": TensorLayout(ROOT, {**ATTENTION, **GATED, **AROUND_NORMS}, norm_plus_one=True),
-    "gemma3": TensorLayout(ROOT, {**ATTENTION, **GATED, **AROUND_NORMS, **QK_NORM}, norm_plus_one=True),
 }

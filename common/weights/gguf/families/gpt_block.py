@@ -1,29 +1,12 @@
-"""Decoders with layer norms, ungated or parallel blocks, learned positions or ALiBi: configs and tensor layouts."""
+"""Decoders with layer norms, ungated or parallel blocks, learned positions or ALiBi: their configs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
-
-import numpy as np
+from typing import Final
 
 from pagoda.common.errors import ModelError
 from pagoda.common.weights.gguf.decoder_keys import ATTENTION_BIAS, BIASES, LAYER, LAYER_NORM, RMS, DecoderKeys, windows
-from pagoda.common.weights.gguf.layouts import (
-    ATTENTION,
-    FUSED_QKV,
-    GATED,
-    PLAIN,
-    PRE_NORMS,
-    QK_NORM,
-    ROOT,
-    TRANSFORMER,
-    UNGATED,
-    Array,
-    RowChange,
-    TensorLayout,
-    unchanged,
-)
 from pagoda.common.weights.gguf.metadata import Config, Metadata, has_tensor, rope, rows
 
 
@@ -191,115 +174,4 @@ CONFIGS: Final[Mapping[str, Callable[[Metadata], Config]]] = {
     "bloom": _bloom,
     "mpt": _mpt,
     "falcon": _falcon,
-}
-
-# Tensors.
-
-
-def _swapped(array: Array, config: Mapping[str, Any]) -> Array:
-    return array.T if array.ndim == 2 else array
-
-
-_transposed: Final = RowChange(_swapped, unchanged)
-
-
-def _grouped(heads_key: str, groups_key: str) -> RowChange:
-    """Reorder q, k and v of all heads [(N+2K)*H, ...] so that each KV head follows its query heads."""
-
-    def change(array: Array, config: Mapping[str, Any]) -> Array:
-        heads = config[heads_key]
-        groups = config[groups_key]
-        rows = array.reshape(heads + 2 * groups, -1, *array.shape[1:])
-        queries = rows[:heads].reshape(groups, heads // groups, *rows.shape[1:])
-        keys, values = (part[:, None] for part in np.split(rows[heads:], 2))
-        return np.concatenate([queries, keys, values], axis=1).reshape(array.shape)
-
-    return RowChange(change)
-
-
-_GPT2_ROOT: Final = {**TRANSFORMER, "position_embd": "transformer.wpe"}
-_GPT2_BLOCK: Final = {
-    "attn_norm": "ln_1",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
-}
-_BLOOM_ROOT: Final = {
-    "token_embd": "transformer.word_embeddings",
-    "token_embd_norm": "transformer.word_embeddings_layernorm",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-}
-_BLOOM_BLOCK: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_qkv": "self_attention.query_key_value",
-    "attn_output": "self_attention.dense",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_up": "mlp.dense_h_to_4h",
-    "ffn_down": "mlp.dense_4h_to_h",
-}
-
-LAYOUTS: Final[Mapping[str, TensorLayout]] = {
-    "phi2": TensorLayout(
-        {**ROOT, "output_norm": "model.final_layernorm"},
-        {
-            **ATTENTION,
-            "attn_output": "self_attn.dense",
-            "attn_norm": "input_layernorm",
-            "ffn_up": "mlp.fc1",
-            "ffn_down": "mlp.fc2",
-        },
-        split=FUSED_QKV,
-    ),
-    "nemotron": TensorLayout(ROOT, UNGATED, norm_plus_one=True),
-    "jais2": TensorLayout(ROOT, UNGATED),
-    "starcoder2": TensorLayout(ROOT, {**ATTENTION, **PRE_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
-    "stablelm": TensorLayout(
-        ROOT,
-        {
-            **PLAIN,
-            "attn_q_norm": "self_attn.q_layernorm.norms.{e}",
-            "attn_k_norm": "self_attn.k_layernorm.norms.{e}",
-        },
-    ),
-    "command-r": TensorLayout(ROOT, {**ATTENTION, **GATED, **QK_NORM, "attn_norm": "input_layernorm"}),
-    "cohere2": TensorLayout(ROOT, {**ATTENTION, **GATED, "attn_norm": "input_layernorm"}),
-    "gptneox": TensorLayout(
-        {"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"},
-        {**_BLOOM_BLOCK, "attn_qkv": "attention.query_key_value", "attn_output": "attention.dense"},
-        prefix="gpt_neox.layers",
-        changes={"attn_qkv": _grouped("num_attention_heads", "num_attention_heads")},
-    ),
-    "gpt2": TensorLayout(
-        _GPT2_ROOT,
-        _GPT2_BLOCK,
-        prefix="transformer.h",
-        changes=dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), _transposed),
-    ),
-    "starcoder": TensorLayout(_GPT2_ROOT, _GPT2_BLOCK, prefix="transformer.h"),
-    "bloom": TensorLayout(
-        _BLOOM_ROOT, _BLOOM_BLOCK, prefix="transformer.h", changes={"attn_qkv": _grouped("n_head", "n_head")}
-    ),
-    "falcon": TensorLayout(
-        _BLOOM_ROOT,
-        _BLOOM_BLOCK,
-        prefix="transformer.h",
-        changes={"attn_qkv": _grouped("num_attention_heads", "num_kv_heads")},
-        variant=("blk.0.attn_norm_2.weight", {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}),
-    ),
-    "mpt": TensorLayout(
-        {**TRANSFORMER, "output_norm": "transformer.norm_f"},
-        {
-            "attn_norm": "norm_1",
-            "attn_qkv": "attn.Wqkv",
-            "attn_output": "attn.out_proj",
-            "ffn_norm": "norm_2",
-            "ffn_up": "ffn.up_proj",
-            "ffn_down": "ffn.down_proj",
-        },
-        prefix="transformer.blocks",
-    ),
-    "orion": TensorLayout(ROOT, PLAIN),
 }

@@ -1,15 +1,12 @@
-"""Decoders with latent attention: configs and tensor layouts."""
+"""Decoders with latent attention: their configs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Final
 
-import numpy as np
-
 from pagoda.common.errors import ModelError
 from pagoda.common.weights.gguf.decoder_keys import RMS, ROUTED, SIGMOID
-from pagoda.common.weights.gguf.layouts import EXPERT_NAMES, GATED, PRE_NORMS, ROOT, SHARED, Array, Join, TensorLayout
 from pagoda.common.weights.gguf.metadata import Config, Metadata, has_tensor, rope, rows
 
 
@@ -111,42 +108,4 @@ CONFIGS: Final[Mapping[str, Callable[[Metadata], Config]]] = {
     "glm-dsa": _glm_dsa,
     "minicpm3": _minicpm3,
     "deepseek2": _deepseek2,
-}
-
-# Tensors.
-
-
-def _latent_keys_and_values(keys: Array, values: Array) -> Array:
-    """Keys [N, L, C] and values [N, V, L] of latents -> [N*(C+V), L]."""
-    heads = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
-    return heads.reshape(-1, heads.shape[-1])
-
-
-LATENTS: Final = {
-    "attn_q": "self_attn.q_proj",
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",
-    "attn_k_b": "self_attn.kv_b_proj",
-    "attn_v_b": "self_attn.kv_b_proj",
-    "attn_output": "self_attn.o_proj",
-}
-
-JOINED_LATENTS: Final = {"attn_k_b": Join("attn_v_b", _latent_keys_and_values)}
-
-_EXPERTS: Final = {**GATED, **PRE_NORMS, **LATENTS, **EXPERT_NAMES, **SHARED}
-_INDEXER: Final = {
-    "indexer.attn_q_b": "self_attn.indexer.wq_b",
-    "indexer.attn_k": "self_attn.indexer.wk",
-    "indexer.k_norm": "self_attn.indexer.k_norm",
-    "indexer.proj": "self_attn.indexer.weights_proj",
-}
-
-LAYOUTS: Final[Mapping[str, TensorLayout]] = {
-    "minicpm3": TensorLayout(ROOT, {**GATED, **PRE_NORMS, **LATENTS}),
-    "deepseek2": TensorLayout(ROOT, _EXPERTS, joined=JOINED_LATENTS),
-    "glm-dsa": TensorLayout(ROOT, {**_EXPERTS, **_INDEXER}, joined=JOINED_LATENTS),
 }

@@ -1,4 +1,4 @@
-"""Llama and decoders of its kind: configs and tensor layouts.
+"""Configs of Llama and decoders of its kind.
 
 InternLM2, EXAONE 3 and Xverse are read as Llama, MiniCPM as Granite.
 """
@@ -6,12 +6,9 @@ InternLM2, EXAONE 3 and Xverse are read as Llama, MiniCPM as Granite.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
-
-import numpy as np
+from typing import Final
 
 from pagoda.common.errors import ModelError
-from pagoda.common.weights.dtypes import to_float32
 from pagoda.common.weights.gguf.decoder_keys import (
     ATTENTION_BIAS,
     BIASES,
@@ -23,23 +20,6 @@ from pagoda.common.weights.gguf.decoder_keys import (
     as_float32,
     decoder,
     windows,
-)
-from pagoda.common.weights.gguf.layouts import (
-    ATTENTION,
-    BLOCK_SPARSE,
-    FUSED_QKV,
-    GATED,
-    PLAIN,
-    PLAIN_MLP,
-    PRE_NORMS,
-    QK_NORM,
-    ROOT,
-    ROTARY,
-    TRANSFORMER,
-    UNGATED,
-    Array,
-    Change,
-    TensorLayout,
 )
 from pagoda.common.weights.gguf.metadata import Config, Metadata, has_tensor, rope
 
@@ -206,99 +186,4 @@ CONFIGS: Final[Mapping[str, Callable[[Metadata], Config]]] = {
     "olmo": DecoderKeys("OlmoForCausalLM", "olmo", ("epsilon", LAYER), present=ATTENTION_BIAS, more=_olmo),
     "olmo2": DecoderKeys("Olmo2ForCausalLM", "olmo2", fixed={"attention_bias": False}, more=_olmo2),
     "phi3": _dense_phi3,
-}
-
-# Tensors.
-
-_FUSED_GATE: Final = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
-_POST_NORMS: Final = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-_LLAMA_LAYOUT: Final = TensorLayout(ROOT, PLAIN, changes=ROTARY)
-
-
-def _minus(offset: float) -> Change:
-    def change(array: Array, config: Mapping[str, Any]) -> Array:
-        return to_float32(array) - np.float32(offset)
-
-    return change
-
-
-LAYOUTS: Final[Mapping[str, TensorLayout]] = {
-    "qwen": TensorLayout(
-        TRANSFORMER,
-        {
-            "attn_norm": "ln_1",
-            "attn_qkv": "attn.c_attn",
-            "attn_output": "attn.c_proj",
-            "ffn_norm": "ln_2",
-            "ffn_gate": "mlp.w2",
-            "ffn_up": "mlp.w1",
-            "ffn_down": "mlp.c_proj",
-        },
-        prefix="transformer.h",
-    ),
-    "plamo3": TensorLayout(
-        ROOT,
-        {
-            "attn_norm": "pre_mixer_norm",
-            "ffn_norm": "pre_mlp_norm",
-            "attn_qkv": "mixer.qkv_proj",
-            "attn_q_norm": "mixer.q_norm",
-            "attn_k_norm": "mixer.k_norm",
-            "attn_output": "mixer.o_proj",
-            "ffn_up": "mlp.gate_up_proj",
-            "ffn_down": "mlp.down_proj",
-        },
-        prefix="model.layers.layers",
-        whole={"post_attention_norm": "post_mixer_norm.weight", "post_ffw_norm": "post_mlp_norm.weight"},
-        changes={
-            **dict.fromkeys(("output_norm", "attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm"), _minus(1.0)),
-            "post_attention_norm": _minus(1 / 5),
-            "post_ffw_norm": _minus(5**-1.5),
-        },
-    ),
-    "llama": TensorLayout(ROOT, {**PLAIN, **BLOCK_SPARSE}, changes=ROTARY),
-    "mistral3": TensorLayout(ROOT, {**PLAIN, **BLOCK_SPARSE}, changes=ROTARY),
-    **dict.fromkeys(("xverse", "internlm2", "baichuan", "smollm3", "granite", "minicpm"), _LLAMA_LAYOUT),
-    "arcee": TensorLayout(ROOT, UNGATED, changes=ROTARY),
-    "olmo": TensorLayout(ROOT, {**ATTENTION, **GATED}, changes=ROTARY),
-    **dict.fromkeys(("exaone", "pangu-embedded", "ernie4_5", "qwen2", "qwen2vl"), TensorLayout(ROOT, PLAIN)),
-    "seed_oss": TensorLayout(
-        ROOT,
-        {**ATTENTION, **GATED, "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
-    ),
-    "hunyuan-dense": TensorLayout(
-        ROOT,
-        {**PLAIN, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
-    ),
-    "glm4": TensorLayout(
-        ROOT,
-        {
-            **ATTENTION,
-            **_FUSED_GATE,
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_self_attn_layernorm",
-            "ffn_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-        },
-        split=FUSED_QKV,
-    ),
-    "chatglm": TensorLayout(ROOT, {**ATTENTION, **_FUSED_GATE, **PRE_NORMS}, split=FUSED_QKV),
-    "apertus": TensorLayout(
-        ROOT,
-        {
-            **ATTENTION,
-            **QK_NORM,
-            **PLAIN_MLP,
-            "attn_norm": "attention_layernorm",
-            "ffn_norm": "feedforward_layernorm",
-        },
-        numbers={"mlp.act_fn.alpha_p": "xielu.alpha_p", "mlp.act_fn.alpha_n": "xielu.alpha_n"},
-    ),
-    **dict.fromkeys(("qwen3", "qwen3vl"), TensorLayout(ROOT, {**PLAIN, **QK_NORM})),
-    "olmo2": TensorLayout(ROOT, {**ATTENTION, **GATED, **_POST_NORMS, **QK_NORM}),
-    "exaone4": TensorLayout(ROOT, {**ATTENTION, **GATED, **_POST_NORMS, **QK_NORM}),
-    "phi3": TensorLayout(
-        ROOT,
-        {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", **_FUSED_GATE, **PRE_NORMS},
-    ),
 }

@@ -1,4 +1,4 @@
-"""Mixtures of experts whose router is a softmax (Llama 4: a sigmoid after the choice): configs and tensor layouts.
+"""Mixtures of experts whose router is a softmax (Llama 4: a sigmoid after the choice): their configs.
 
 What files leave out (gpt-oss's clamped gate, Llama 4's chunks and temperatures) follows llama.cpp.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
-
-import numpy as np
 
 from pagoda.common.errors import ModelError
 from pagoda.common.weights.gguf.decoder_keys import (
@@ -29,28 +27,6 @@ from pagoda.common.weights.gguf.decoder_keys import (
     softmax_experts,
 )
 from pagoda.common.weights.gguf.families.llama_block import granite, phi3
-from pagoda.common.weights.gguf.layouts import (
-    ATTENTION,
-    BLOCK_SPARSE,
-    EXPERT_NAMES,
-    GATED,
-    PLAIN,
-    PRE_NORMS,
-    QK_NORM,
-    ROOT,
-    ROTARY,
-    SHARED,
-    TRANSFORMER,
-    Array,
-    Join,
-    RowChange,
-    TensorLayout,
-    as_row,
-    flat_experts,
-    flat_transposed_experts,
-    rows_together,
-    unchanged,
-)
 from pagoda.common.weights.gguf.metadata import Config, Metadata, has_tensor, rope, rows
 
 
@@ -245,155 +221,4 @@ CONFIGS: Final[Mapping[str, Callable[[Metadata], Config]]] = {
         more=_hunyuan,
     ),
     "bailingmoe": DecoderKeys("BailingMoeForCausalLM", "bailing_moe", values=ROUTED),
-}
-
-# Tensors.
-
-
-def _alternating_columns(gate: Array, up: Array) -> Array:
-    """Gate and up [E, F, D] -> [E, D, 2F]; biases [E, F] -> [E, 2F]."""
-    both = np.stack([gate, up], axis=2).reshape(len(gate), -1, *gate.shape[2:])
-    return both.swapaxes(1, 2) if both.ndim == 3 else both
-
-
-def _columns_together(gate: Array, up: Array) -> Array:
-    """Gate and up [E, F, D] -> [E, D, 2F]."""
-    return np.concatenate([gate, up], axis=1).swapaxes(1, 2)
-
-
-def _alternating_rows(gate: Array, up: Array) -> Array:
-    """Rows of blocks [E, F, bytes] -> [E, 2F, bytes]."""
-    return np.stack([gate, up], axis=2).reshape(len(gate), -1, gate.shape[-1])
-
-
-def _swapped_experts(array: Array, config: Mapping[str, object]) -> Array:
-    return array.swapaxes(1, 2) if array.ndim == 3 else array
-
-
-_transposed_experts: Final = RowChange(_swapped_experts, unchanged)
-
-
-_FEED_FORWARD: Final = {stem: name.replace("mlp.", "feed_forward.") for stem, name in GATED.items()}
-LING: Final = {"attn_output": "attention.dense", **GATED, **PRE_NORMS, **EXPERT_NAMES, **SHARED}
-LING_ROOT: Final = {**ROOT, "token_embd": "model.word_embeddings"}
-
-LAYOUTS: Final[Mapping[str, TensorLayout]] = {
-    "deepseek": TensorLayout(ROOT, {**PLAIN, **EXPERT_NAMES, **SHARED}, changes=ROTARY),
-    "arctic": TensorLayout(
-        ROOT,
-        {
-            **ATTENTION,
-            **BLOCK_SPARSE,
-            "attn_norm": "input_layernorm",
-            "ffn_norm": "residual_layernorm",
-            "ffn_norm_exps": "post_attention_layernorm",
-            "ffn_gate": "residual_mlp.w1",
-            "ffn_down": "residual_mlp.w2",
-            "ffn_up": "residual_mlp.w3",
-        },
-        changes=ROTARY,
-    ),
-    "qwen2moe": TensorLayout(
-        ROOT,
-        {
-            **PLAIN,
-            **EXPERT_NAMES,
-            **{stem: name.replace("shared_experts", "shared_expert") for stem, name in SHARED.items()},
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        },
-        changes={"ffn_gate_inp_shexp": as_row},
-    ),
-    **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), TensorLayout(ROOT, {**PLAIN, **QK_NORM, **EXPERT_NAMES})),
-    "olmoe": TensorLayout(ROOT, {**PLAIN, **QK_NORM, **EXPERT_NAMES}),
-    "granitemoe": TensorLayout(
-        ROOT,
-        {
-            **ATTENTION,
-            **PRE_NORMS,
-            "ffn_gate_inp": "block_sparse_moe.router.layer",
-            "ffn_gate_exps": "block_sparse_moe.input_linear",
-            "ffn_up_exps": "block_sparse_moe.input_linear",
-            "ffn_down_exps": "block_sparse_moe.output_linear",
-            "ffn_gate_shexp": "shared_mlp.input_linear",
-            "ffn_up_shexp": "shared_mlp.input_linear",
-            "ffn_down_shexp": "shared_mlp.output_linear",
-        },
-        changes=ROTARY,
-        joined={
-            "ffn_gate_exps": Join("ffn_up_exps", rows_together, rows_together),
-            "ffn_gate_shexp": Join("ffn_up_shexp", rows_together, rows_together),
-        },
-    ),
-    "phimoe": TensorLayout(ROOT, {**ATTENTION, **PRE_NORMS, **BLOCK_SPARSE}),
-    "dbrx": TensorLayout(
-        {**TRANSFORMER, "output_norm": "transformer.norm_f"},
-        {
-            "attn_norm": "norm_attn_norm.norm_1",
-            "attn_qkv": "norm_attn_norm.attn.Wqkv",
-            "attn_output": "norm_attn_norm.attn.out_proj",
-            "attn_output_norm": "norm_attn_norm.norm_2",
-            "ffn_gate_inp": "ffn.router.layer",
-            "ffn_gate_exps.weight": "ffn.experts.mlp.w1",
-            "ffn_up_exps.weight": "ffn.experts.mlp.v1",
-            "ffn_down_exps.weight": "ffn.experts.mlp.w2",
-        },
-        prefix="transformer.blocks",
-        changes={
-            "ffn_gate_exps": flat_experts,
-            "ffn_up_exps": flat_experts,
-            "ffn_down_exps": flat_transposed_experts,
-        },
-    ),
-    "ernie4_5-moe": TensorLayout(
-        ROOT,
-        {**PLAIN, **EXPERT_NAMES, **SHARED, "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
-        changes={"exp_probs_b": as_row},
-    ),
-    "gpt-oss": TensorLayout(
-        ROOT,
-        {
-            **ATTENTION,
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            "attn_sinks.weight": "self_attn.sinks",
-            "ffn_gate_inp": "mlp.router",
-            "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
-            "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
-            "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
-            "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
-            "ffn_down_exps.weight": "mlp.experts.down_proj",
-            "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-        },
-        changes={"ffn_down_exps": _transposed_experts},
-        joined={"ffn_gate_exps": Join("ffn_up_exps", _alternating_columns, _alternating_rows)},
-    ),
-    "llama4": TensorLayout(
-        ROOT,
-        {
-            **ATTENTION,
-            **_FEED_FORWARD,
-            **PRE_NORMS,
-            "ffn_gate_inp": "feed_forward.router",
-            "ffn_gate_exps.weight": "feed_forward.experts.gate_up_proj",
-            "ffn_up_exps.weight": "feed_forward.experts.gate_up_proj",
-            "ffn_down_exps.weight": "feed_forward.experts.down_proj",
-            "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
-            "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
-            "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
-        },
-        changes={"ffn_down_exps": _transposed_experts},
-        joined={"ffn_gate_exps": Join("ffn_up_exps", _columns_together, rows_together)},
-    ),
-    "hunyuan-moe": TensorLayout(
-        ROOT,
-        {
-            **PLAIN,
-            **EXPERT_NAMES,
-            **{stem: name.replace("shared_experts", "shared_mlp") for stem, name in SHARED.items()},
-            "ffn_gate_inp": "mlp.gate.wg",
-            "attn_q_norm": "self_attn.query_layernorm",
-            "attn_k_norm": "self_attn.key_layernorm",
-        },
-    ),
-    "bailingmoe": TensorLayout(LING_ROOT, {**ATTENTION, **LING}, changes=ROTARY),
 }

@@ -1,4 +1,4 @@
-"""Mixtures of experts whose router is a sigmoid with a correction of the scores: configs and tensor layouts."""
+"""Mixtures of experts whose router is a sigmoid with a correction of the scores: their configs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,6 @@ from pagoda.common.weights.gguf.decoder_keys import (
     DecoderKeys,
     sigmoid_experts,
     windows,
-)
-from pagoda.common.weights.gguf.families.mixtures import LING, LING_ROOT
-from pagoda.common.weights.gguf.layouts import (
-    ATTENTION,
-    BLOCK_SPARSE,
-    EXPERT_NAMES,
-    GATED,
-    PLAIN,
-    PRE_NORMS,
-    QK_NORM,
-    ROOT,
-    SHARED,
-    TensorLayout,
 )
 from pagoda.common.weights.gguf.metadata import Config, Metadata, has_tensor, rows
 
@@ -146,48 +133,5 @@ CONFIGS: Final[Mapping[str, Callable[[Metadata], Config]]] = {
         present={"use_qk_norm": "blk.0.attn_q_norm.weight", "use_qkv_bias": "blk.0.attn_qkv.bias"},
         partial=True,
         more=_ling2,
-    ),
-}
-
-# Tensors.
-
-LAYOUTS: Final[Mapping[str, TensorLayout]] = {
-    "mimo2": TensorLayout(ROOT, {**PLAIN, **EXPERT_NAMES, "attn_sinks.weight": "self_attn.attention_sink_bias"}),
-    "afmoe": TensorLayout(
-        ROOT,
-        {
-            **ATTENTION,
-            **QK_NORM,
-            **GATED,
-            **EXPERT_NAMES,
-            **SHARED,
-            "attn_gate": "self_attn.gate_proj",
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_mlp_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-            "ffn_gate_inp": "mlp.router.gate",
-            "exp_probs_b.bias": "mlp.expert_bias",
-        },
-    ),
-    "dots1": TensorLayout(ROOT, {**PLAIN, **QK_NORM, **EXPERT_NAMES, **SHARED}),
-    "glm4moe": TensorLayout(
-        ROOT,
-        {**PLAIN, **QK_NORM, **EXPERT_NAMES, **SHARED, "post_attention_norm": "post_attention_layernorm"},
-    ),
-    "minimax-m2": TensorLayout(ROOT, {**ATTENTION, **QK_NORM, **PRE_NORMS, **BLOCK_SPARSE}),
-    "exaone-moe": TensorLayout(
-        ROOT,
-        {**PLAIN, **QK_NORM, **EXPERT_NAMES, **SHARED, "exp_probs_b.bias": "mlp.e_score_correction_bias"},
-    ),
-    "bailingmoe2": TensorLayout(
-        LING_ROOT,
-        {
-            **LING,
-            "attn_qkv": "attention.query_key_value",
-            "attn_q_norm": "attention.query_layernorm",
-            "attn_k_norm": "attention.key_layernorm",
-            "exp_probs_b.bias": "mlp.gate.expert_bias",
-        },
     ),
 }

@@ -1,9 +1,9 @@
-"""Decoders with state-space (Mamba) layers: configs and tensor layouts."""
+"""Decoders with state-space (Mamba) layers: their configs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from pagoda.common.errors import ModelError
 from pagoda.common.weights.gguf.decoder_keys import (
@@ -17,21 +17,6 @@ from pagoda.common.weights.gguf.decoder_keys import (
     DecoderKeys,
     any_layer,
     sigmoid_experts,
-)
-from pagoda.common.weights.gguf.layouts import (
-    ATTENTION,
-    EXPERT_NAMES,
-    GATED,
-    PRE_NORMS,
-    ROOT,
-    ROTARY,
-    Array,
-    Change,
-    Join,
-    TensorLayout,
-    log_rate,
-    rows_together,
-    taps,
 )
 from pagoda.common.weights.gguf.metadata import Config, Metadata, has_tensor, rows
 
@@ -206,122 +191,4 @@ CONFIGS: Final[Mapping[str, Callable[[Metadata], Config]]] = {
     ),
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,
-}
-
-# Tensors.
-
-
-def _flat(array: Array, config: Mapping[str, Any]) -> Array:
-    return array.reshape(-1)
-
-
-_MIXER: Final = {
-    "ssm_in": "in_proj",
-    "ssm_conv1d": "conv1d",
-    "ssm_x": "x_proj",
-    "ssm_dt": "dt_proj",
-    "ssm_dt_norm": "dt_layernorm",
-    "ssm_b_norm": "b_layernorm",
-    "ssm_c_norm": "c_layernorm",
-    "ssm_norm": "norm",
-    "ssm_out": "out_proj",
-}
-
-_STATE_SPACE: Final[Mapping[str, Change]] = {"ssm_a": log_rate, "ssm_d": _flat, "ssm_conv1d": taps, "ssm_norm": _flat}
-
-
-def _mixer(name: str, *, second: bool) -> dict[str, str]:
-    """Stems of a Mamba mixer. `second`: of Mamba 2, whose steps have no projection."""
-    stems = {stem: f"{name}.{part}" for stem, part in _MIXER.items()}
-    return {**stems, "ssm_dt.bias": f"{name}.dt_bias"} if second else stems
-
-
-def _wholes(name: str) -> dict[str, str]:
-    return {"ssm_a": f"{name}.A_log", "ssm_d": f"{name}.D"}
-
-
-_BACKBONE: Final = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
-_FEED_FORWARD: Final = {stem: name.replace("mlp.", "feed_forward.") for stem, name in GATED.items()}
-_NEMOTRON_H: Final = TensorLayout(
-    _BACKBONE,
-    {
-        "attn_norm": "norm",
-        **{stem: name.replace("self_attn.", "mixer.") for stem, name in ATTENTION.items()},
-        **_mixer("mixer", second=True),
-        "ffn_up": "mixer.up_proj",
-        "ffn_down": "mixer.down_proj",
-        "ffn_gate_inp": "mixer.gate",
-        "ffn_up_exps": "mixer.experts.{e}.up_proj",
-        "ffn_down_exps": "mixer.experts.{e}.down_proj",
-        "ffn_up_shexp": "mixer.shared_experts.up_proj",
-        "ffn_down_shexp": "mixer.shared_experts.down_proj",
-        "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
-    },
-    prefix="backbone.layers",
-    whole=_wholes("mixer"),
-    changes=_STATE_SPACE,
-)
-
-LAYOUTS: Final[Mapping[str, TensorLayout]] = {
-    "mamba": TensorLayout(
-        _BACKBONE,
-        {"attn_norm": "norm", **_mixer("mixer", second=False)},
-        prefix="backbone.layers",
-        whole=_wholes("mixer"),
-        changes=_STATE_SPACE,
-    ),
-    "mamba2": TensorLayout(
-        _BACKBONE,
-        {"attn_norm": "norm", **_mixer("mixer", second=True)},
-        prefix="backbone.layers",
-        whole=_wholes("mixer"),
-        changes=_STATE_SPACE,
-    ),
-    "jamba": TensorLayout(
-        {**ROOT, "output_norm": "model.final_layernorm"},
-        {
-            **ATTENTION,
-            **_FEED_FORWARD,
-            **_mixer("mamba", second=False),
-            "attn_norm": "input_layernorm",
-            "ffn_norm": "pre_ff_layernorm",
-            "ffn_gate_inp": "feed_forward.router",
-            **{stem: name.replace("mlp.", "feed_forward.") for stem, name in EXPERT_NAMES.items() if "_exps" in stem},
-        },
-        whole=_wholes("mamba"),
-        changes=_STATE_SPACE,
-    ),
-    "falcon-h1": TensorLayout(
-        {**ROOT, "output_norm": "model.final_layernorm"},
-        {
-            **ATTENTION,
-            **_FEED_FORWARD,
-            **_mixer("mamba", second=True),
-            "attn_norm": "input_layernorm",
-        },
-        whole={**_wholes("mamba"), "ffn_norm": "pre_ff_layernorm.weight"},
-        changes=_STATE_SPACE,
-    ),
-    "granitehybrid": TensorLayout(
-        ROOT,
-        {
-            **ATTENTION,
-            **PRE_NORMS,
-            **_mixer("mamba", second=True),
-            "ffn_gate_inp": "block_sparse_moe.router.layer",
-            "ffn_gate_exps": "block_sparse_moe.input_linear",
-            "ffn_up_exps": "block_sparse_moe.input_linear",
-            "ffn_down_exps": "block_sparse_moe.output_linear",
-            **{f"ffn_{part}{kind}": "shared_mlp.input_linear" for part in ("gate", "up") for kind in ("", "_shexp")},
-            "ffn_down": "shared_mlp.output_linear",
-            "ffn_down_shexp": "shared_mlp.output_linear",
-        },
-        whole=_wholes("mamba"),
-        changes={**_STATE_SPACE, **ROTARY},
-        joined={
-            f"ffn_gate{kind}": Join(f"ffn_up{kind}", rows_together, rows_together) for kind in ("", "_exps", "_shexp")
-        },
-    ),
-    "nemotron_h": _NEMOTRON_H,
-    "nemotron_h_moe": _NEMOTRON_H,
 }

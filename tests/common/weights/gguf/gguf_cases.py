@@ -121,8 +121,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen35": ("qwen35", "qwen3.5", {"rope.dimension_sections": [11, 11, 10, 0]}),
     "qwen35moe": ("qwen35moe", "qwen3.5-moe", {"rope.dimension_sections": [11, 11, 10, 0]}),
 }
-APART = ("bailingmoe", "qwen3next", "kimi-linear")
-"""Architectures whose fused projections are written apart, or whose dense layers transformers names otherwise."""
+NAMED_OTHERWISE = ("KimiLinearForCausalLM",)
+"""Architectures whose dense layers transformers names otherwise."""
 OVERRIDES: dict[str, dict[str, Any]] = {
     # What GGUF does not state, llama.cpp fixes: the query scale and the window pattern.
     "gemma2": {"query_pre_attn_scalar": 12},

@@ -24,10 +24,19 @@ from pagoda.common.weights.gguf import dequantize
 from pagoda.common.weights.gguf.checkpoint import GgufCheckpoint
 from pagoda.common.weights.gguf.dequantize import BlockType
 from pagoda.common.weights.gguf.file import GgufFile
+from pagoda.common.weights.quantization.export import hugging_face_tensors
 from pagoda.common.weights.quantization.tensors import QuantizedTensor
-from pagoda.common.weights.rules import apply_rules, stored_schemes
+from pagoda.common.weights.rules import apply_rules, stored_schemes, tensor_uses
 from pagoda.common.weights.sentence_modules import gguf_sentence_modules
-from pagoda.tests.common.weights.gguf.gguf_cases import APART, CASES, MOE, MULTIPLIED, OVERRIDES, REARRANGED, WRITTEN
+from pagoda.tests.common.weights.gguf.gguf_cases import (
+    CASES,
+    MOE,
+    MULTIPLIED,
+    NAMED_OTHERWISE,
+    OVERRIDES,
+    REARRANGED,
+    WRITTEN,
+)
 from pagoda.tests.common.weights.gguf.gguf_writing import convert
 from pagoda.tests.models.cases import nomic_mixture
 from pagoda.tests.models.cases.tiny import TINY, Tiny, logits, tokens
@@ -58,14 +67,11 @@ def test_reads_back_what_transformers_saved(case: str, tmp_path: Path, monkeypat
     """In float32, and with blocks in place of the matrices."""
     arch, _, extra = CASES.get(case, ("qwen3moe", "", {}))
     _tiny(case).save(tmp_path / "hf")
-    expected = convert(tmp_path / "hf", tmp_path / "model.gguf", arch, extra)
+    convert(tmp_path / "hf", tmp_path / "model.gguf", arch, extra)
     checkpoint = open_checkpoint(tmp_path / "model.gguf")
     tensors, original = dict(checkpoint.tensors()), open_checkpoint(tmp_path / "hf")
-
-    if checkpoint.config()["architectures"] == original.config()["architectures"] and arch not in APART:
-        unused = {name for name in expected if name.endswith((".act_fn.beta", ".act_fn.eps"))}
-        assert tensors.keys() == expected.keys() - unused
     assert checkpoint.num_tensors == len(tensors)
+    assert checkpoint.names == tensors.keys()
     assert checkpoint.num_bytes == sum(array.nbytes for array in tensors.values())
 
     assert _close(spec_from_config(checkpoint.config())[0], spec_from_config(original.config())[0])
@@ -73,12 +79,14 @@ def test_reads_back_what_transformers_saved(case: str, tmp_path: Path, monkeypat
     assert restored.keys() == written.keys()
     for name, array in restored.items():
         np.testing.assert_allclose(array, written[name], rtol=0, atol=3e-7, err_msg=name)
+    _check_export(checkpoint, original)
 
     monkeypatch.setitem(dequantize._KERNELS, PAIR, lambda blocks, out: np.copyto(out, blocks.view(np.float32)))
     pairs = _of_pairs(tmp_path / "model.gguf")
     sizes = [value.nbytes for _, value in pairs.tensors()]
     assert (pairs.num_tensors, pairs.num_bytes) == (len(sizes), sum(sizes))
     spec, family = spec_from_config(pairs.config())
+    family = pairs.family(family)
     values = dict(apply_rules(family.rules, params(spec), pairs.tensors(), family.ignored))
     blocks = {name: value.scheme for name, value in values.items() if isinstance(value, QuantizedTensor)}
     assert blocks == stored_schemes(family.rules, params(spec), pairs.schemes)
@@ -87,6 +95,23 @@ def test_reads_back_what_transformers_saved(case: str, tmp_path: Path, monkeypat
     for name, value in values.items():
         array = value.dequantize() if isinstance(value, QuantizedTensor) else value
         np.testing.assert_array_equal(array, restored[name], err_msg=name)
+
+
+def _check_export(checkpoint: Checkpoint, original: Checkpoint) -> None:
+    """The parameters, as `pagoda convert` writes them, have the names of transformers, and are read back."""
+    spec, family = spec_from_config(checkpoint.config())
+    unscaled = {name: replace(param, scale=1.0) for name, param in params(spec).items()}
+    stored = checkpoint.family(family)
+    weights = dict(apply_rules(stored.rules, unscaled, checkpoint.tensors(), stored.ignored))
+    (architecture,) = checkpoint.config()["architectures"]
+    exported = dict(hugging_face_tensors(architecture, family, unscaled, weights.items()))
+    read = dict(apply_rules(family.rules, unscaled, exported.items(), family.ignored))
+    assert read.keys() == weights.keys()
+    for name, array in read.items():
+        np.testing.assert_allclose(array, weights[name], rtol=0, atol=3e-7, err_msg=name)
+    if [architecture] == original.config()["architectures"] and architecture not in NAMED_OTHERWISE:
+        unused = {name for name in original.names if name.endswith((".act_fn.beta", ".act_fn.eps", ".inv_freq"))}
+        assert exported.keys() == original.names - unused
 
 
 PAIR = BlockType(1000, "PAIR", 2, 8)
@@ -118,6 +143,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     convert(tmp_path / "hf", tmp_path / "model.gguf", arch, extra)
     checkpoint = open_checkpoint(tmp_path / "model.gguf")
     spec, family = spec_from_config(checkpoint.config())
+    family = checkpoint.family(family)
     weights = apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored)
     token_ids = tokens(20)
     ours, theirs = NaiveModel(spec, weights, max_len=20).logits(token_ids), logits(model, token_ids)
@@ -154,6 +180,7 @@ def test_embedders_read_back(arch: str, case: str, pooling: int, tmp_path: Path)
     values = []
     for each in (checkpoint, original):
         spec, family = pooling_spec(each.config(), "embed", modules, PoolerConfig())
+        family = each.family(family)
         weights = dict(apply_rules(family.rules, params(spec), each.tensors(), family.ignored))
         values.append((spec, {name: np.asarray(value) for name, value in weights.items()}))
     (spec, ours), (written, theirs) = values
@@ -176,6 +203,7 @@ def test_reranker_reads_back(tmp_path: Path) -> None:
     for path in (tmp_path / "model.gguf", tmp_path / "hf"):
         checkpoint = open_checkpoint(path)
         spec, family = pooling_spec(checkpoint.config(), "classify", None, PoolerConfig())
+        family = checkpoint.family(family)
         weights = dict(apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored))
         values.append((spec.pooler, {name: np.asarray(value) for name, value in weights.items()}))
     (pooler, ours), (written, theirs) = values
@@ -196,6 +224,7 @@ def test_nomic_mixture_reads_back(tmp_path: Path) -> None:
     for path in (tmp_path / "model.gguf", tmp_path):
         checkpoint = open_checkpoint(path)
         spec, family = pooling_spec(checkpoint.config(), "embed", None, PoolerConfig())
+        family = checkpoint.family(family)
         weights = dict(apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored))
         values.append((spec, {name: np.asarray(value) for name, value in weights.items()}))
     (spec, ours), (written, theirs) = values
@@ -207,6 +236,7 @@ def test_nomic_mixture_reads_back(tmp_path: Path) -> None:
 
 def _parameters(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     spec, family = spec_from_config(checkpoint.config())
+    family = checkpoint.family(family)
     values = apply_rules(family.rules, params(spec), checkpoint.tensors(), family.ignored)
     return {name: np.asarray(value) for name, value in values}
 
@@ -376,8 +406,8 @@ def test_layers_that_propose_drafts_are_dropped(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(_write(tmp_path / "m.gguf", "glm4moe", metadata, tensors))
     assert checkpoint.config()["num_hidden_layers"] == 1
     assert {name for name, _ in checkpoint.tensors()} == {
-        "model.embed_tokens.weight",
-        "model.layers.0.self_attn.q_proj.weight",
+        "token_embd.weight",
+        "blk.0.attn_q.weight",
     }
 
 
@@ -389,7 +419,7 @@ def test_latents_in_the_older_form(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(_write(tmp_path / "m.gguf", "deepseek2", metadata, stored))
     config = checkpoint.config()
     assert (config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]) == (6, 2, 4)
-    assert dict(checkpoint.tensors())["model.layers.0.self_attn.kv_b_proj.weight"].shape == (40, 6)
+    assert _used(checkpoint, "blk.0.attn_kv_b.weight") == {"layers.0.mixers.0.kv_b": (40, 6)}
 
 
 def test_gate_and_up_of_jina_bert_in_two_tensors(tmp_path: Path) -> None:
@@ -397,11 +427,21 @@ def test_gate_and_up_of_jina_bert_in_two_tensors(tmp_path: Path) -> None:
     metadata = {**LLAMA, "attention.layer_norm_epsilon": 1e-5, "attention.causal": False}
     for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
         del metadata[key]
-    gate, up = np.full((24, 16), 2, np.float32), np.full((24, 16), 3, np.float32)
-    stored = {"blk.0.ffn_up.weight": up, "blk.0.ffn_gate.weight": gate}
+    stored = {f"blk.0.ffn_{part}.weight": np.ones((24, 16), np.float32) for part in ("up", "gate")}
+    stored["token_types.weight"] = np.ones((2, 16), np.float32)
     checkpoint = open_checkpoint(_write(tmp_path / "m.gguf", "jina-bert-v2", metadata, stored))
-    joined = dict(checkpoint.tensors())["encoder.layer.0.mlp.gated_layers.weight"]
-    np.testing.assert_array_equal(joined, np.concatenate([gate, up]))
+    assert _used(checkpoint, "blk.0.ffn_gate.weight") == {"layers.0.ffn.gate": (24, 16)}
+    assert _used(checkpoint, "blk.0.ffn_up.weight") == {"layers.0.ffn.up": (24, 16)}
+
+
+def _used(checkpoint: Checkpoint, tensor: str) -> dict[str, tuple[int, ...]]:
+    """Return the parameters that a tensor of a file fills."""
+    if checkpoint.config()["architectures"] == ["JinaBertModel"]:
+        spec, family = pooling_spec(checkpoint.config(), "embed", None, PoolerConfig())
+    else:
+        spec, family = spec_from_config(checkpoint.config())
+    use = tensor_uses(checkpoint.family(family).rules, params(spec))(tensor)
+    return {param.name: param.shape for param in use.params}
 
 
 def test_half_of_a_pair_of_tensors_is_refused(tmp_path: Path) -> None:

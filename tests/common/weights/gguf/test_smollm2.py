@@ -11,8 +11,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.shapes import params
 from pagoda.common.weights.checkpoint import open_checkpoint
+from pagoda.common.weights.quantization.export import hugging_face_tensors
 from pagoda.common.weights.quantization.tensors import QuantizedTensor
+from pagoda.common.weights.rules import apply_rules
 
 # SHA-256 over the sorted names, each followed by the SHA-256 of its bfloat16 values, of what transformers 5.19 makes
 # of the file: AutoModelForCausalLM.from_pretrained(folder, gguf_file=..., dtype=torch.bfloat16).save_pretrained(...).
@@ -26,14 +30,16 @@ pytestmark = [
 
 
 def test_every_tensor_equals_transformers() -> None:
-    checkpoint, digests, size = open_checkpoint(PATH), {}, 0
-    for name, value in checkpoint.tensors():
-        array = value.dequantize() if isinstance(value, QuantizedTensor) else value
-        digests[name] = hashlib.sha256(array.astype(ml_dtypes.bfloat16)).digest()
-        size += value.nbytes
+    checkpoint = open_checkpoint(PATH)
+    spec, family = spec_from_config(checkpoint.config())
+    parameters, stored = params(spec), checkpoint.family(family)
+    weights = apply_rules(stored.rules, parameters, checkpoint.tensors(), stored.ignored)
+    exported = hugging_face_tensors("LlamaForCausalLM", family, parameters, weights)
+    digests = {name: hashlib.sha256(array.astype(ml_dtypes.bfloat16)).digest() for name, array in exported}
     whole = hashlib.sha256(b"".join(name.encode() + digests[name] for name in sorted(digests)))
     assert whole.hexdigest() == CONVERTED
-    assert (checkpoint.num_tensors, checkpoint.num_bytes) == (len(digests), size)
+    sizes = [value.nbytes for _, value in checkpoint.tensors()]
+    assert (checkpoint.num_tensors, checkpoint.num_bytes) == (len(digests), sum(sizes))
 
 
 def test_config_and_end_of_text() -> None:
@@ -63,7 +69,7 @@ def test_common_types_do_not_load_the_gguf_package() -> None:
 def test_rotary_rows_are_half_split() -> None:
     checkpoint = open_checkpoint(PATH)
     stored = checkpoint.file.tensor("blk.0.attn_q.weight")  # type: ignore[attr-defined]
-    served = dict(checkpoint.tensors())["model.layers.0.self_attn.q_proj.weight"]
+    served = dict(checkpoint.tensors())["blk.0.attn_q.weight"]
     assert isinstance(served, QuantizedTensor)
     np.testing.assert_array_equal(served.dequantize()[0:32], stored[0:64:2])
     np.testing.assert_array_equal(served.dequantize()[32:64], stored[1:64:2])
