@@ -42,10 +42,11 @@ from kernel_schedule import Case as Batch
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, estimated_cycles, key_name
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
+from pagoda.backends.jax_tpu.ahead_of_time.roofline import roofline_cost
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
 from pagoda.backends.jax_tpu.memory.plan import plan_blocks
-from pagoda.backends.jax_tpu.model.layout import HeadLayout
+from pagoda.backends.jax_tpu.model.mixers.attention import head_layout
+from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
@@ -163,7 +164,7 @@ def batch_of(shape: StepShape, context: int) -> Batch:
 def kernel_call(model: Model, chip: ChipInfo, batch: Batch) -> Figures:
     """Return the figures of one layer's attention kernel call on one device."""
     mixer = model.spec.layers[0].attention
-    heads = HeadLayout.of(mixer, model.tensor)
+    heads = head_layout(mixer, model.tensor)
     slots = heads.slots // model.tensor
     return kernel_cycles(chip.name, slots * heads.group, slots, batch, head_dim=mixer.head_dim)
 

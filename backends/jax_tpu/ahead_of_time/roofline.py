@@ -29,23 +29,14 @@ from pagoda.backends.jax_tpu.execution.program_keys import (
     WriteAdapter,
 )
 from pagoda.backends.jax_tpu.execution.step_input import POOL_TILE, PoolShape
-from pagoda.backends.jax_tpu.model.layout import HeadLayout, StateStack, padded, segments, stacks_of
+from pagoda.backends.jax_tpu.model.layout import segments
+from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad, CostedStep
+from pagoda.backends.jax_tpu.model.mixers.registry import ops_of
 from pagoda.backends.jax_tpu.model.model import Model
-from pagoda.backends.jax_tpu.weights.placement import Path
+from pagoda.backends.jax_tpu.model.slots import padded
+from pagoda.backends.jax_tpu.weights.arrange import Path
 from pagoda.common.engine.steps.shapes import StepShape
-from pagoda.common.models.mixers import (
-    Attention,
-    GatedDelta,
-    KimiDelta,
-    LatentAttention,
-    LightningAttention,
-    Mamba,
-    Mamba2,
-    Mixer,
-    ShortConvolution,
-)
 from pagoda.common.models.spec import Moe
-from pagoda.common.models.supported import unsupported_mixer
 from pagoda.kernels_pallas.chips import ChipInfo
 from pagoda.kernels_pallas.grouped_matmul.quantized import PER_WORD
 
@@ -53,14 +44,6 @@ Key: TypeAlias = program_keys.Key | PoolShape
 
 PROMPT: Final = POOL_TILE
 """Prompt length assumed for a full pooling batch, in tokens: each tile of queries attends to one tile of keys."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLoad:
-    """The attention work of a batch."""
-
-    kv_tokens: int  # context tokens whose K and V are read
-    pairs: int  # unmasked (query, key) pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +149,11 @@ def _pool(model: Model, shape: PoolShape, load: BatchLoad) -> RooflineCost:
     """Return the cost of a pooling program. Bidirectional attention is plain XLA, whose operands may stay on chip."""
     moved, flops = _layers(model, shape.tokens)
     if all(mixer.causal for mixer in model.spec.mixers):
-        return RooflineCost(moved, flops, *_mixers(model, shape, load))
-    for mixer in model.spec.mixers:
-        if not isinstance(mixer, Attention):  # causal: the others are kernels
-            cost = _mixer(model, mixer, shape, load)
-            moved = moved + cost[0]
-            flops = flops + cost[1]
-            continue
-        pairs = load.pairs if mixer.causal else 2 * load.pairs
-        heads = HeadLayout.of(mixer, model.tensor)
-        channels = mixer.head_dim + mixer.value_width
-        flops += 2 * pairs * heads.slots * heads.group * channels // model.tensor
-    return RooflineCost(moved, flops)
+        kernel_bytes, kernel_flops = _mixers(model, shape, load)
+        return RooflineCost(moved, flops, kernel_bytes, kernel_flops)
+    step = _costed(model, shape, load)
+    costs = [ops_of(mixer).cost_beside_xla(mixer, step) for mixer in model.spec.mixers]
+    return RooflineCost(moved + sum(cost.bytes for cost in costs), flops + sum(cost.flops for cost in costs))
 
 
 def _layers(model: Model, tokens: int) -> tuple[int, int]:
@@ -207,78 +183,13 @@ def _numbers(leaf: jax.ShapeDtypeStruct, path: Path) -> int:
 
 def _mixers(model: Model, shape: StepShape | PoolShape, load: BatchLoad) -> tuple[int, int]:
     """Return bytes and FLOP of the kernels of all mixers."""
-    costs = [_mixer(model, mixer, shape, load) for mixer in model.spec.mixers]
-    return sum(moved for moved, _ in costs), sum(flops for _, flops in costs)
+    step = _costed(model, shape, load)
+    costs = [ops_of(mixer).cost(mixer, step) for mixer in model.spec.mixers]
+    return sum(cost.bytes for cost in costs), sum(cost.flops for cost in costs)
 
 
-def _mixer(model: Model, mixer: Mixer, shape: StepShape | PoolShape, load: BatchLoad) -> tuple[int, int]:
-    """Return bytes and FLOP of a mixer's kernel."""
-    match mixer:
-        case Attention():
-            return _attention(model, mixer, shape, load)
-        case LatentAttention():
-            return _latent_attention(model, mixer, shape, load)
-        case GatedDelta():
-            return _gated_delta(model, mixer, shape)
-        case KimiDelta() | LightningAttention() | Mamba() | Mamba2() | ShortConvolution():
-            return _linear_recurrence(model, mixer, shape)
-        case _:
-            raise unsupported_mixer(mixer)
-
-
-def _attention(model: Model, mixer: Attention, shape: StepShape | PoolShape, load: BatchLoad) -> tuple[int, int]:
-    """Return bytes and FLOP of softmax attention, sliding windows and chunks considered."""
-    heads = HeadLayout.of(mixer, model.tensor)
-    kv = model.kernel.kv_layout(heads.slots // model.tensor, mixer.head_dim, mixer.value_width)
-    token_bytes = kv.bytes_per_page // kv.page_size
-    channels = heads.slots * heads.group * (mixer.head_dim + mixer.value_width) // model.tensor
-    window = mixer.window or mixer.seen_chunks
-    read = load.kv_tokens if window is None else min(load.kv_tokens, shape.seqs * window + shape.tokens)
-    pairs = load.pairs if window is None else min(load.pairs, shape.tokens * window)
-    written = shape.tokens if mixer.shares_cache_of is None else 0
-    moved = (read + written) * token_bytes + shape.tokens * channels * model.dtype.itemsize
-    return moved, 2 * pairs * channels
-
-
-def _latent_attention(
-    model: Model, mixer: LatentAttention, shape: StepShape | PoolShape, load: BatchLoad
-) -> tuple[int, int]:
-    """Return bytes and FLOP of absorbed latent attention: a latent is read once for all heads, padding included."""
-    heads = HeadLayout.of(mixer, model.tensor).slots // model.tensor
-    latents = model.kernel.latent_layout(mixer.latent_dim, mixer.rope.dim)
-    token_bytes = latents.bytes_per_page // latents.page_size
-    per_pair = heads * (latents.channels + latents.rank)
-    moved = (load.kv_tokens + shape.tokens) * token_bytes + shape.tokens * per_pair * model.dtype.itemsize
-    return moved, 2 * load.pairs * per_pair
-
-
-def _gated_delta(model: Model, mixer: GatedDelta, shape: StepShape | PoolShape) -> tuple[int, int]:
-    """Return bytes and FLOP of the rule in float32: states read and written once; per token and head k S, k u and q S.
-
-    Chunks compute more; their FLOP beyond the rule's own are overhead.
-    """
-    layout = HeadLayout.of(mixer, model.tensor)
-    slots = layout.slots // model.tensor
-    heads = layout.slots * layout.group // model.tensor
-    state = heads * mixer.key_dim * mixer.value_dim
-    token = 2 * slots * mixer.key_dim + 2 * heads * mixer.value_dim
-    return 4 * (2 * shape.seqs * state + shape.tokens * token), 6 * shape.tokens * state
-
-
-def _linear_recurrence(model: Model, mixer: Mixer, shape: StepShape | PoolShape) -> tuple[int, int]:
-    """Return bytes and FLOP of a recurrence in float32: states read and written once; per token k v and q S, and k S.
-
-    The convolution's tails and products are not counted.
-    """
-    moved = flops = 0
-    for stack in stacks_of(mixer, model.tensor):
-        if isinstance(stack, StateStack):
-            slots = stack.heads // model.tensor
-            state = slots * stack.key_dim * stack.value_dim
-            token = 2 * slots * (stack.key_dim + stack.value_dim)
-            moved += 4 * (2 * shape.seqs * state + shape.tokens * token)
-            flops += (6 if isinstance(mixer, KimiDelta) else 4) * shape.tokens * state
-    return moved, flops
+def _costed(model: Model, shape: StepShape | PoolShape, load: BatchLoad) -> CostedStep:
+    return CostedStep(model.tensor, model.kernel, model.dtype.itemsize, shape, load)
 
 
 _OF_EXPERTS: Final = ("inner", "inner_bias", "down", "down_bias")

@@ -27,8 +27,8 @@ from pagoda.backends.jax_tpu.execution.step_input import (
     PoolShape,
     packed_size,
 )
-from pagoda.backends.jax_tpu.model.layout import padded
 from pagoda.backends.jax_tpu.model.model import DraftInputs, Leaves, Model, StepModel
+from pagoda.backends.jax_tpu.model.slots import padded
 from pagoda.backends.jax_tpu.parallel import DATA, named_sharding, partition, replicated
 from pagoda.backends.jax_tpu.sampling import logprobs, sample, sample_drafts
 from pagoda.backends.jax_tpu.weights.adapters import slot_shapes, write_slot

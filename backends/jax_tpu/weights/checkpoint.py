@@ -28,8 +28,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from pagoda import __version__
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
 from pagoda.backends.jax_tpu.parallel import DATA, MODEL, replicated
+from pagoda.backends.jax_tpu.weights.arrange import Path, split_slot_axis
 from pagoda.backends.jax_tpu.weights.loading import constants
-from pagoda.backends.jax_tpu.weights.placement import Path, placements, split_slot_axis
+from pagoda.backends.jax_tpu.weights.placement import placements
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.sharded import Leaf, Manifest, ShardedCheckpoint

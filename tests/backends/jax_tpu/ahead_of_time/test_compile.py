@@ -18,12 +18,13 @@ from support.servers.hub_configs import GENERATORS
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, Report, legend, times_of
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, full_step, roofline_cost
+from pagoda.backends.jax_tpu.ahead_of_time.roofline import full_step, roofline_cost
 from pagoda.backends.jax_tpu.ahead_of_time.schedule import Awaited, Begun, Exchange, exposed_seconds, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, LogitsProgram, Sample, StepProgramSet, WriteAdapter
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
 from pagoda.backends.jax_tpu.memory.plan import GIB, Budget, activation_bytes, plan_blocks, weight_bytes, with_devices
+from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.backends.jax_tpu.model.parameters import LoraForm
 from pagoda.common.config.engine import Limits

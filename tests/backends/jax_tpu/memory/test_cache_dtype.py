@@ -19,10 +19,11 @@ from support.engines.reference_driver import Driver, random_weights, tiny_spec
 from support.suite.slow_matrix import thinned
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
+from pagoda.backends.jax_tpu.ahead_of_time.roofline import roofline_cost
 from pagoda.backends.jax_tpu.execution.program_keys import Forward
 from pagoda.backends.jax_tpu.memory.kv_scales import HEADROOM, KV_SCALE
 from pagoda.backends.jax_tpu.memory.plan import cache_dtype
+from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig

@@ -21,11 +21,13 @@ from support.engines.reference_driver import Driver, random_weights, tiny_spec
 from support.suite.slow_matrix import thinned
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
+from pagoda.backends.jax_tpu.ahead_of_time.roofline import roofline_cost
 from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
 from pagoda.backends.jax_tpu.memory.plan import weight_bytes
+from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad
 from pagoda.backends.jax_tpu.model.parameters import ChannelMatrix, JaxBuildContext, project, quantize
-from pagoda.backends.jax_tpu.weights.formats import MatrixFormat, matrix_formats
+from pagoda.backends.jax_tpu.weights.arrange import MatrixFormat
+from pagoda.backends.jax_tpu.weights.formats import matrix_formats
 from pagoda.backends.jax_tpu.weights.packing import quantize_groups, stored_numbers
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.common.config.engine import Limits
