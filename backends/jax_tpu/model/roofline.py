@@ -1,4 +1,4 @@
-"""Lower bounds on the bytes and FLOP of a program, from model spec and shape alone, for roofline comparisons.
+"""Lower bounds on the bytes and FLOP of a step, from model spec and shape alone, for roofline comparisons.
 
 Per device. Every weight a step uses is read once, K and V of the context are read once, new K and V and the logits are
 written once. Any further traffic is overhead of the compiled program.
@@ -8,26 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Final, TypeAlias
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 
-from pagoda.backends.jax_tpu.execution import program_keys
-from pagoda.backends.jax_tpu.execution.program_keys import (
-    CopyStates,
-    CountTokens,
-    Draft,
-    Forward,
-    ForwardEmbeds,
-    LogitsProgram,
-    RecordDrafts,
-    Sample,
-    ScorePrompt,
-    SetCounts,
-    SetHistoryRow,
-    WriteAdapter,
-)
 from pagoda.backends.jax_tpu.execution.step_input import POOL_TILE, PoolShape
 from pagoda.backends.jax_tpu.model.layout import segments
 from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad, CostedStep
@@ -39,8 +24,6 @@ from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.models.spec import Moe
 from pagoda.kernels_pallas.chips import ChipInfo
 from pagoda.kernels_pallas.grouped_matmul.quantized import PER_WORD
-
-Key: TypeAlias = program_keys.Key | PoolShape
 
 PROMPT: Final = POOL_TILE
 """Prompt length assumed for a full pooling batch, in tokens: each tile of queries attends to one tile of keys."""
@@ -72,27 +55,16 @@ class RooflineCost:
         return max(self.kernel_bytes / chip.hbm_bandwidth, self.kernel_flops / chip.peak_flops)
 
 
-def full_batch(model: Model, key: Key, num_blocks: int) -> BatchLoad:
-    """Return a batch that fills the program's shape; empty for programs other than the forward pass."""
-    match key:
-        case Forward(shape) | ForwardEmbeds(shape):
-            return full_step(shape, model.kernel.page_size, num_blocks)
-        case PoolShape(tokens):
-            return _prompts(tokens, PROMPT)
-        case _:
-            return BatchLoad(0, 0)
-
-
 def full_step(shape: StepShape, page_size: int, num_blocks: int) -> BatchLoad:
     """Return a batch that fills the shape: for decode, contexts as long as tables and cache allow; else new prompts."""
     longest = shape.pages * page_size
     if shape.decode_only:
         tokens = min(shape.seqs * longest, num_blocks * page_size)
         return BatchLoad(tokens, tokens)
-    return _prompts(shape.tokens, longest)
+    return full_prompts(shape.tokens, longest)
 
 
-def _prompts(tokens: int, length: int) -> BatchLoad:
+def full_prompts(tokens: int, length: int) -> BatchLoad:
     """Return the load of `tokens` new tokens in prompts of `length`, with causal attention."""
     count, remainder = divmod(tokens, length)
     return BatchLoad(tokens, count * _causal_pairs(length) + _causal_pairs(remainder))
@@ -102,40 +74,8 @@ def _causal_pairs(tokens: int) -> int:
     return tokens * (tokens + 1) // 2
 
 
-def roofline_cost(model: Model, key: Key, load: BatchLoad) -> RooflineCost:
-    """Return the minimum cost of one program. `load` matters to forward passes only."""
-    vocab = padded(model.spec.vocab, model.tensor)
-    match key:
-        case Draft():
-            raise AssertionError("drafter models are not compiled ahead of time")
-        case Forward(shape) | ForwardEmbeds(shape):
-            return _forward(model, shape, load)
-        case ScorePrompt():
-            head = _head_size(model)
-            return RooflineCost(head * model.dtype.itemsize, 2 * head)
-        case LogitsProgram("adjust" | "ban_words"):
-            return RooflineCost(0, 0)  # a few entries
-        case LogitsProgram(name, seqs):
-            return RooflineCost((1 if name == "logprobs" else 2) * seqs * vocab * 4, 0)
-        case Sample(seqs, _):
-            return RooflineCost(seqs * vocab * 4, 0)
-        case PoolShape():
-            return _pool(model, key, load)
-        case WriteAdapter():
-            return RooflineCost(2 * model.adapter_bytes // max(model.lora.slots, 1) if model.lora else 0, 0)
-        case RecordDrafts(seqs):
-            return RooflineCost(2 * seqs * 4, 0)
-        case CopyStates(pool, count):
-            return RooflineCost(2 * count * model.block_bytes[pool], 0)
-        case SetHistoryRow():
-            return RooflineCost(2 * (model.max_len + 1) * 4, 0)
-        case SetCounts():
-            return RooflineCost(2 * 2 * vocab, 0)
-        case CountTokens():
-            return RooflineCost(0, 0)
-
-
-def _forward(model: Model, shape: StepShape, load: BatchLoad) -> RooflineCost:
+def step_cost(model: Model, shape: StepShape, load: BatchLoad) -> RooflineCost:
+    """Return the minimum cost of a step: embedding, layers, and the head after each sampled token."""
     moved, flops = _layers(model, shape.tokens)
     head = _head_size(model)
     rows = shape.seqs * shape.width
@@ -145,7 +85,7 @@ def _forward(model: Model, shape: StepShape, load: BatchLoad) -> RooflineCost:
     return RooflineCost(moved, flops, kernel_bytes, kernel_flops)
 
 
-def _pool(model: Model, shape: PoolShape, load: BatchLoad) -> RooflineCost:
+def pool_cost(model: Model, shape: PoolShape, load: BatchLoad) -> RooflineCost:
     """Return the cost of a pooling program. Bidirectional attention is plain XLA, whose operands may stay on chip."""
     moved, flops = _layers(model, shape.tokens)
     if all(mixer.causal for mixer in model.spec.mixers):
@@ -217,6 +157,12 @@ def _fractions(model: Model, path: Path, tokens: int) -> tuple[float, float]:
         return 1.0, 1.0
     chosen = ffn.router.top_k / ffn.experts
     return min(1.0, tokens * chosen), chosen
+
+
+def head_cost(model: Model) -> RooflineCost:
+    """Return the minimum cost of the head, of which a step needs the FLOP for each row."""
+    head = _head_size(model)
+    return RooflineCost(head * model.dtype.itemsize, 2 * head)
 
 
 def _head_size(model: Model) -> int:
