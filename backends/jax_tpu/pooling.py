@@ -16,7 +16,7 @@ import numpy as np
 
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.backend import CAPABILITIES, ON_TPU
-from pagoda.backends.jax_tpu.execution.program_keys import PoolProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import PoolProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompileCache, CompiledPrograms, JaxCompileReport
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, pack_pool

@@ -29,7 +29,7 @@ from pagoda.backends.jax_tpu.execution.logit_programs import (
     Sample,
     SetCounts,
 )
-from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling.state import KINDS

@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.ahead_of_time.report import estimated_cycles
-from pagoda.backends.jax_tpu.execution.program_keys import PoolProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import PoolProgramSet
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.nested.pooler import PoolerConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout

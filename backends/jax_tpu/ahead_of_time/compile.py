@@ -14,8 +14,8 @@ import jax
 from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, Report
 from pagoda.backends.jax_tpu.ahead_of_time.schedule import Schedule, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target, find_target
-from pagoda.backends.jax_tpu.execution.program import Program
-from pagoda.backends.jax_tpu.execution.program_keys import PoolProgramSet, StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_kind import Program
+from pagoda.backends.jax_tpu.execution.program_sets import PoolProgramSet, StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, blocks_of, compile_all, serialisable
 from pagoda.backends.jax_tpu.execution.shapes import check_invariant, check_tables, step_shapes
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice

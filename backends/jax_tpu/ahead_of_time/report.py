@@ -12,8 +12,8 @@ import jax
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import save_bundle
 from pagoda.backends.jax_tpu.ahead_of_time.schedule import Schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
-from pagoda.backends.jax_tpu.execution.program import Program
-from pagoda.backends.jax_tpu.execution.program_keys import PoolProgramSet
+from pagoda.backends.jax_tpu.execution.program_kind import Program
+from pagoda.backends.jax_tpu.execution.program_sets import PoolProgramSet
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, blocks_of
 from pagoda.backends.jax_tpu.hosts import libtpu_mismatch
 from pagoda.backends.jax_tpu.memory.plan import GIB, Budget, ProgramMemory

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pagoda.backends.jax_tpu import sampling
-from pagoda.backends.jax_tpu.execution.program import ProgramParts, StepContext, StepProgram, per_shard
+from pagoda.backends.jax_tpu.execution.program_kind import ProgramParts, StepContext, StepProgram, per_shard
 from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.backends.jax_tpu.model.roofline import RooflineCost

@@ -27,8 +27,8 @@ from pagoda.backends.jax_tpu.execution.logit_programs import (
     SetCounts,
     SetHistoryRow,
 )
-from pagoda.backends.jax_tpu.execution.program import StepProgram
-from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_kind import StepProgram
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.shapes import Plans
 from pagoda.backends.jax_tpu.sampling import MAX_LOGPROBS, counts_of, sorted_logprobs

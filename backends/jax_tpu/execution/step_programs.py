@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import jax.numpy as jnp
 
-from pagoda.backends.jax_tpu.execution.program import Program, ProgramParts, StepContext, StepProgram
+from pagoda.backends.jax_tpu.execution.program_kind import Program, ProgramParts, StepContext, StepProgram
 from pagoda.backends.jax_tpu.execution.step_input import PoolShape, packed_size
 from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad
 from pagoda.backends.jax_tpu.model.model import DraftInputs, Model

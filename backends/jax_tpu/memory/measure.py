@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pagoda.backends.jax_tpu.execution.program import Program
-from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_kind import Program
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, model_facts
 from pagoda.backends.jax_tpu.memory.plan import STEPS_IN_FLIGHT, ProgramMemory, rounded_blocks
 from pagoda.common.config.engine import Limits

@@ -202,7 +202,7 @@ def import_orbax() -> Any:
     return ocp
 
 
-# Rearranging arrays of heads between two slot layouts (`layout.HeadLayout`). The position of each head is derived by
+# Rearranging arrays of heads between two slot layouts (`slots.HeadLayout`). The position of each head is derived by
 # sending element numbers instead of weights through `placements`, so the layout is described in one place only.
 
 

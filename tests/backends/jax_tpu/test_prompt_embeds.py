@@ -28,7 +28,7 @@ from support.servers.embedded_requests import (
 from pagoda.backends.jax_tpu import sampling
 from pagoda.backends.jax_tpu.backend import create
 from pagoda.backends.jax_tpu.execution.logit_programs import RankLogprobs, Sample
-from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import writers_first
 from pagoda.backends.jax_tpu.execution.step_programs import Forward, ForwardEmbeds
 from pagoda.common.engine.core import generation_core

@@ -17,7 +17,7 @@ from support.suite.slow_matrix import some
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
 from pagoda.backends.jax_tpu.backend import JaxBackend, create
 from pagoda.backends.jax_tpu.execution.logit_programs import UNMASKED_EDITS, CountTokens, MaskLogits, Sample, SetCounts
-from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.step_programs import Forward
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig

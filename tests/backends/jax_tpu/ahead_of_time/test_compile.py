@@ -21,7 +21,7 @@ from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, Report
 from pagoda.backends.jax_tpu.ahead_of_time.schedule import Awaited, Begun, Exchange, exposed_seconds, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
 from pagoda.backends.jax_tpu.execution.logit_programs import AdjustLogits, MaskLogits, PenaliseLogits, Sample
-from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
 from pagoda.backends.jax_tpu.execution.step_programs import Forward, WriteAdapter
 from pagoda.backends.jax_tpu.memory.plan import GIB, Budget, activation_bytes, plan_blocks, weight_bytes, with_devices

@@ -17,7 +17,7 @@ from support.engines.reference_driver import tiny_spec
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
 from pagoda.backends.jax_tpu.execution import programs as program_module
 from pagoda.backends.jax_tpu.execution.logit_programs import Sample
-from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.step_programs import Forward
 from pagoda.backends.jax_tpu.memory.measure import ProgramNeeds, exact_blocks, largest_programs, recorded_needs
 from pagoda.backends.jax_tpu.memory.plan import GIB, ProgramMemory, plan_memory, rounded_blocks

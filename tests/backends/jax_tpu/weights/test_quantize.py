@@ -21,7 +21,7 @@ from support.engines.reference_driver import Driver, random_weights, tiny_spec
 from support.suite.slow_matrix import thinned
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.step_programs import Forward
 from pagoda.backends.jax_tpu.memory.plan import weight_bytes
 from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad

@@ -25,7 +25,7 @@ from pagoda.backends.jax_tpu.execution.logit_programs import (
     SetCounts,
     SetHistoryRow,
 )
-from pagoda.backends.jax_tpu.execution.program import (
+from pagoda.backends.jax_tpu.execution.program_kind import (
     ProgramParts,
     StepContext,
     StepProgram,
