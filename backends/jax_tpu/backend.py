@@ -21,17 +21,8 @@ import numpy as np
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.drafters.drafter import build_drafter
 from pagoda.backends.jax_tpu.drafters.weights import load_drafter
-from pagoda.backends.jax_tpu.execution.program_keys import (
-    SCORE_TOKENS,
-    CopyStates,
-    Draft,
-    Forward,
-    ForwardEmbeds,
-    Key,
-    ScorePrompt,
-    StepProgramSet,
-    WriteAdapter,
-)
+from pagoda.backends.jax_tpu.execution.program_kind import StepProgram
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompileCache, CompiledPrograms, JaxCompileReport
 from pagoda.backends.jax_tpu.execution.sampler import JaxSampler
 from pagoda.backends.jax_tpu.execution.shapes import (
@@ -46,6 +37,15 @@ from pagoda.backends.jax_tpu.execution.shapes import (
     writers_first,
 )
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
+from pagoda.backends.jax_tpu.execution.step_programs import (
+    SCORE_TOKENS,
+    CopyStates,
+    Draft,
+    Forward,
+    ForwardEmbeds,
+    ScorePrompt,
+    WriteAdapter,
+)
 from pagoda.backends.jax_tpu.hosts import check_start
 from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales, with_stored_kv_scales
 from pagoda.backends.jax_tpu.memory.measure import exact_blocks, recorded_needs
@@ -198,7 +198,7 @@ class JaxBackend:
         self._asleep: HostLeaves | None = None  # of an engine whose weights sleep
         self._drafter_leaves: Leaves = ()
         self._caches: Caches = ()
-        self._programs: CompiledPrograms[StepProgramSet, Key] | None = None
+        self._programs: CompiledPrograms[StepProgramSet, StepProgram] | None = None
         self._sampler: JaxSampler | None = None
 
     @property
@@ -312,7 +312,9 @@ class JaxBackend:
     def _exact_plan(self, plan: MemoryPlan, room: int) -> MemoryPlan:
         """Return the plan for `room` bytes beside the weights, with what programs need in place of its estimate."""
         program_set = self._program_set(plan.num_blocks)
-        programs: CompiledPrograms[StepProgramSet, Key] = CompiledPrograms(program_set, cache=self._compile_cache)
+        programs: CompiledPrograms[StepProgramSet, StepProgram] = CompiledPrograms(
+            program_set, cache=self._compile_cache
+        )
 
         def measure(keys: Sequence[Any]) -> list[ProgramMemory]:
             programs.prepare(keys)
@@ -405,7 +407,7 @@ class JaxBackend:
             self._draft(step, np.full(logits.shape[0], -1, np.int32))
         return pending
 
-    def _copy_states(self, plans: Plans, programs: CompiledPrograms[StepProgramSet, Key]) -> None:
+    def _copy_states(self, plans: Plans, programs: CompiledPrograms[StepProgramSet, StepProgram]) -> None:
         """Enqueue the copies of recurrent state that come before the step."""
         for pool in self.model.state_pools:
             pairs = {shard: plan.state_copies[pool] for shard, plan in plans.items() if plan.state_copies}
@@ -471,7 +473,7 @@ class JaxBackend:
         shard: int,
         plan: StepPlan,
         hidden: jax.Array,
-        programs: CompiledPrograms[StepProgramSet, Key],
+        programs: CompiledPrograms[StepProgramSet, StepProgram],
         sampler: JaxSampler,
         *,
         adapted: bool,

@@ -16,10 +16,11 @@ import numpy as np
 
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.backend import CAPABILITIES, ON_TPU
-from pagoda.backends.jax_tpu.execution.program_keys import PoolProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import PoolProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompileCache, CompiledPrograms, JaxCompileReport
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
-from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolShape, pack_pool
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, pack_pool
+from pagoda.backends.jax_tpu.execution.step_programs import Pool
 from pagoda.backends.jax_tpu.hosts import check_start
 from pagoda.backends.jax_tpu.memory.plan import fit_pooling, pooling_room
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
@@ -103,7 +104,7 @@ class JaxPooling:
         self.limits = limits
         self.pooler = model.spec.pooler
         self.program_set = PoolProgramSet(model, limits)
-        self.programs: CompiledPrograms[PoolProgramSet, PoolShape] = CompiledPrograms(
+        self.programs: CompiledPrograms[PoolProgramSet, Pool] = CompiledPrograms(
             self.program_set, strict=strict, cache=compile_cache
         )
         self._bundle = bundle
@@ -148,7 +149,7 @@ class JaxPooling:
 
     def _run(self, plan: PoolPlan, of_tokens: bool) -> jax.Array:
         shape = self.program_set.shape_for(plan.num_tokens, of_tokens)
-        raw: jax.Array = self.programs[shape](self._leaves, pack_pool(shape, plan))
+        raw: jax.Array = self.programs[Pool(shape)](self._leaves, pack_pool(shape, plan))
         raw.copy_to_host_async()
         if self.tracer is not None:
             self._latest = raw

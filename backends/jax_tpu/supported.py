@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, get_args
 
-from pagoda.common.models.mixers import (
-    Attention,
-    GatedDelta,
-    KimiDelta,
-    LatentAttention,
-    LightningAttention,
-    Mamba,
-    Mamba2,
-    ShortConvolution,
-)
+from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.supported import Supported
 from pagoda.common.weights.quantization.support import SchemeSupport
 from pagoda.common.weights.quantization.tensors import Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme
 
 SUPPORTED: Final = Supported(
     "jax_tpu",
-    mixers=(
-        *(Attention, LatentAttention, GatedDelta),
-        *(KimiDelta, LightningAttention, Mamba, Mamba2, ShortConvolution),
-    ),
+    mixers=get_args(Mixer),
     features=frozenset(
         {
             *("shared cache", "output gate", "ALiBi", "sinks", "chunks", "query growth", "value norm"),

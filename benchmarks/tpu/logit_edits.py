@@ -20,15 +20,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from roofline import LLAMA, SIZES
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.report import key_name, times_of
-from pagoda.backends.jax_tpu.execution.program_keys import (
-    LOGITS_FUNCTIONS,
+from pagoda.backends.jax_tpu.ahead_of_time.report import times_of
+from pagoda.backends.jax_tpu.execution.logit_programs import (
+    UNMASKED_EDITS,
     CountTokens,
-    LogitsProgram,
+    MaskLogits,
+    RankLogprobs,
     Sample,
     SetCounts,
-    StepProgramSet,
 )
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.sampling.state import KINDS
@@ -50,17 +51,17 @@ def main() -> None:
     model = model_for(target, spec, limits, kv_layout(spec, 128), "bfloat16", 1)
     steps = StepProgramSet(model, StepShapes.of(limits, 1), (600,), args.rows)
     keys: list[Any] = [SetCounts(), CountTokens(args.rows)]
-    keys += [LogitsProgram("mask", args.rows, count) for count in steps.masked_rows(args.rows)]
-    keys += [LogitsProgram(name, args.rows) for name in LOGITS_FUNCTIONS if name not in ("mask", "logprobs")]
+    keys += [MaskLogits(args.rows, rows=count) for count in steps.masked_rows(args.rows)]
+    keys += [program(args.rows) for program in UNMASKED_EDITS if program is not RankLogprobs]
     if not args.edits_only:
-        keys += [*(Sample(args.rows, kind) for kind in KINDS), LogitsProgram("logprobs", args.rows)]
+        keys += [*(Sample(args.rows, kind) for kind in KINDS), RankLogprobs(args.rows)]
     rows = []
     for key in keys:
         (program,) = compile_programs(steps, [key])
         times = times_of(program, target.chip)
         assert times is not None
         row = {
-            "program": key_name(key),
+            "program": key.label,
             "us": round(times.total * 1e6, 1),
             "roofline us": round(program.cost.seconds(target.chip) * 1e6, 1),
             "temporary bytes": program.memory.temporary,

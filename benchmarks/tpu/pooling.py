@@ -20,8 +20,8 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.report import estimated_cycles, key_name
-from pagoda.backends.jax_tpu.execution.program_keys import PoolProgramSet
+from pagoda.backends.jax_tpu.ahead_of_time.report import estimated_cycles
+from pagoda.backends.jax_tpu.execution.program_sets import PoolProgramSet
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.nested.pooler import PoolerConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
@@ -93,7 +93,7 @@ def measure(config: dict[str, Any], topology: str, tokens: int) -> dict[str, Any
     assert cycles is not None, "the compiler has no estimate for an operation"
     seconds = cycles / chip.clock_hz + cost.kernel_seconds(chip)
     return {
-        "program": key_name(program.key),
+        "program": program.key.label,
         "xla_cycles": cycles,
         "kernel_seconds_bound": cost.kernel_seconds(chip),
         "bytes": cost.bytes + cost.kernel_bytes,

@@ -6,7 +6,7 @@ Other cases in the output file are preserved if made with the same versions and 
 
 Per program: XLA's estimated cycles of all operations (loops counted in full); cycles and bytes of the attention kernel
 from its scheduled bundles (kernel_schedule.py, for the same heads and batch); the necessary bytes and FLOP of the step
-(backends/jax_tpu/ahead_of_time/roofline.py), and their minimum time on the chip.
+(backends/jax_tpu/model/roofline.py), and their minimum time on the chip.
 
 A time is a sum, as if nothing overlapped: XLA's cycles; per layer the longer of the kernel's bundles and bytes, plus
 2 us for its first fetch; and the embedding rows, read and written at HBM bandwidth, because a v6e gathers them on its
@@ -41,11 +41,12 @@ from kernel_schedule import DMA_LATENCY_S, Figures, kernel_cycles
 from kernel_schedule import Case as Batch
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, estimated_cycles, key_name
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
-from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
+from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, estimated_cycles
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
+from pagoda.backends.jax_tpu.execution.step_programs import Forward
 from pagoda.backends.jax_tpu.memory.plan import plan_blocks
-from pagoda.backends.jax_tpu.model.layout import HeadLayout
+from pagoda.backends.jax_tpu.model.mixers.attention import head_layout
+from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
@@ -163,7 +164,7 @@ def batch_of(shape: StepShape, context: int) -> Batch:
 def kernel_call(model: Model, chip: ChipInfo, batch: Batch) -> Figures:
     """Return the figures of one layer's attention kernel call on one device."""
     mixer = model.spec.layers[0].attention
-    heads = HeadLayout.of(mixer, model.tensor)
+    heads = head_layout(mixer, model.tensor)
     slots = heads.slots // model.tensor
     return kernel_cycles(chip.name, slots * heads.group, slots, batch, head_dim=mixer.head_dim)
 
@@ -171,7 +172,7 @@ def kernel_call(model: Model, chip: ChipInfo, batch: Batch) -> Figures:
 def row(program: CompiledProgram, model: Model, chip: ChipInfo, batch: Batch, call: Figures) -> dict[str, Any]:
     """Return one program's time by the schedules, against the roofline."""
     layers = len(model.spec.layers)
-    needed = roofline_cost(model, program.key, BatchLoad(sum(new + before for new, before in batch.seqs), batch.pairs))
+    needed = program.key.cost(model, BatchLoad(sum(new + before for new, before in batch.seqs), batch.pairs))
     cycles = estimated_cycles(program)
     assert cycles is not None, "the compiler has no estimate for an operation"
     kernel = max(call.cycles / chip.clock_hz, call.hbm_bytes / chip.hbm_bandwidth) + DMA_LATENCY_S
@@ -181,7 +182,7 @@ def row(program: CompiledProgram, model: Model, chip: ChipInfo, batch: Batch, ca
     seconds = cycles / chip.clock_hz + layers * kernel + embedding / (chip.hbm_bandwidth * chip.cores) + exchange
     least = needed.seconds(chip)
     return {
-        "program": key_name(program.key),
+        "program": program.key.label,
         "xla_cycles": cycles,
         "kernel_cycles": layers * call.cycles,
         "kernel_hbm_bytes": layers * call.hbm_bytes,

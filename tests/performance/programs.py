@@ -10,7 +10,8 @@ from support.engines.reference_driver import tiny_spec
 from support.kernels.warm_launches import Start, Starter
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
-from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
+from pagoda.backends.jax_tpu.execution.step_programs import Forward
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout

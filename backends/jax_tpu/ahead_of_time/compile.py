@@ -12,23 +12,13 @@ from typing import Any, Final
 import jax
 
 from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, Report
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import Key, full_batch, roofline_cost
 from pagoda.backends.jax_tpu.ahead_of_time.schedule import Schedule, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target, find_target
-from pagoda.backends.jax_tpu.execution.program_keys import (
-    CountTokens,
-    Draft,
-    Forward,
-    ForwardEmbeds,
-    LogitsProgram,
-    PoolProgramSet,
-    RecordDrafts,
-    Sample,
-    StepProgramSet,
-)
+from pagoda.backends.jax_tpu.execution.program_kind import Program
+from pagoda.backends.jax_tpu.execution.program_sets import PoolProgramSet, StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, blocks_of, compile_all, serialisable
 from pagoda.backends.jax_tpu.execution.shapes import check_invariant, check_tables, step_shapes
-from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolShape
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
 from pagoda.backends.jax_tpu.memory.measure import ProgramNeeds, exact_blocks, largest_programs
 from pagoda.backends.jax_tpu.memory.plan import (
     EXACT_SHARE,
@@ -166,18 +156,18 @@ def model_for(
     return build_model(spec, layout, mesh, model_dtype, limits.max_model_len, kernel, formats, lora, drafter)
 
 
-def compile_programs(program_set: ProgramSet[Any], keys: Sequence[Key]) -> tuple[CompiledProgram, ...]:
+def compile_programs(program_set: ProgramSet[Any], keys: Sequence[Program]) -> tuple[CompiledProgram, ...]:
     """Compile these programs in a thread pool and return them in the order of `keys`."""
     with tempfile.TemporaryDirectory(prefix="pagoda-compile-") as folder:
         numbers = iter(range(len(keys)))
 
-        def compile(key: Key, lowered: jax.stages.Lowered) -> tuple[float, jax.stages.Compiled, Schedule | None]:
+        def compile(key: Program, lowered: jax.stages.Lowered) -> tuple[float, jax.stages.Compiled, Schedule | None]:
             dump = Path(folder, str(next(numbers)))
             begin = time.perf_counter()
             options: dict[str, str | bool] = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
             executable = lowered.compile(compiler_options=options if on_tpu else None)
             seconds = time.perf_counter() - begin
-            return seconds, executable, _schedule(dump, _rows(key))
+            return seconds, executable, _schedule(dump, key.data_trips)
 
         on_tpu = program_set.model.kernel.use_kernel
         with serialisable():
@@ -186,23 +176,16 @@ def compile_programs(program_set: ProgramSet[Any], keys: Sequence[Key]) -> tuple
 
 
 def _compiled(
-    program_set: ProgramSet[Any], key: Key, seconds: float, executable: jax.stages.Compiled, schedule: Schedule | None
+    program_set: ProgramSet[Any],
+    key: Program,
+    seconds: float,
+    executable: jax.stages.Compiled,
+    schedule: Schedule | None,
 ) -> CompiledProgram:
     model = program_set.model
     assert isinstance(model, Model), "it was built from a spec"
-    cost = roofline_cost(model, key, full_batch(model, key, max(blocks_of(program_set.facts))))
+    cost = key.cost(model, key.full_load(model, max(blocks_of(program_set.facts))))
     return CompiledProgram(key, seconds, ProgramMemory.of(executable), cost, schedule, executable)
-
-
-def _rows(key: Key) -> int:
-    """Return how often loops of a program run whose trip count depends on data: once per sequence or row of logits."""
-    match key:
-        case Forward(shape) | ForwardEmbeds(shape) | Draft(shape):
-            return shape.seqs
-        case Sample() | LogitsProgram() | CountTokens() | RecordDrafts() | PoolShape():
-            return key.seqs
-        case _:
-            return 1
 
 
 def _schedule(dump: Path, data_trips: int) -> Schedule | None:

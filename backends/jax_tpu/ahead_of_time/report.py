@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import jax
 
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import save_bundle
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import PROMPT, Key, RooflineCost
 from pagoda.backends.jax_tpu.ahead_of_time.schedule import Schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
-from pagoda.backends.jax_tpu.execution.program_keys import (
-    CopyStates,
-    CountTokens,
-    Draft,
-    Forward,
-    ForwardEmbeds,
-    LogitsProgram,
-    PoolProgramSet,
-    RecordDrafts,
-    Sample,
-    ScorePrompt,
-    SetCounts,
-    SetHistoryRow,
-    WriteAdapter,
-)
+from pagoda.backends.jax_tpu.execution.program_kind import Program
+from pagoda.backends.jax_tpu.execution.program_sets import PoolProgramSet
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, blocks_of
-from pagoda.backends.jax_tpu.execution.step_input import PoolShape
 from pagoda.backends.jax_tpu.hosts import libtpu_mismatch
 from pagoda.backends.jax_tpu.memory.plan import GIB, Budget, ProgramMemory
+from pagoda.backends.jax_tpu.model.roofline import PROMPT, RooflineCost
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.kernels_pallas.chips import ChipInfo
@@ -44,7 +30,7 @@ _NONE = "-"
 class CompiledProgram:
     """A compiled program with its estimated cost."""
 
-    key: Key
+    key: Program
     seconds: float  # spent compiling
     memory: ProgramMemory
     cost: RooflineCost
@@ -140,7 +126,7 @@ def times_of(program: CompiledProgram, chip: ChipInfo) -> Times | None:
 
 def _row(program: CompiledProgram, chip: ChipInfo | None) -> tuple[str, ...]:
     temporary = f"{program.memory.temporary / (1 << 20):.1f} MiB"
-    start = (key_name(program.key), f"{program.seconds:.1f} s", temporary)
+    start = (program.key.label, f"{program.seconds:.1f} s", temporary)
     times = None if chip is None else times_of(program, chip)
     if chip is None or times is None:
         return (*start, *[_NONE] * (len(_HEADINGS) - len(start)))
@@ -156,7 +142,7 @@ def _row(program: CompiledProgram, chip: ChipInfo | None) -> tuple[str, ...]:
 def _as_json(program: CompiledProgram, report: Report) -> dict[str, Any]:
     chip = report.target.chip
     row: dict[str, Any] = {
-        "program": key_name(program.key),
+        "program": program.key.label,
         "compile_seconds": program.seconds,
         "memory": asdict(program.memory),
         "need": asdict(program.cost),
@@ -168,16 +154,7 @@ def _as_json(program: CompiledProgram, report: Report) -> dict[str, Any]:
         row["exchange_seconds"] = times.exchanges
         row["seconds"] = times.total
         row["roofline_seconds"] = program.cost.seconds(chip)
-    match program.key:
-        case Forward(shape) if shape.width == 1 and not shape.adapted:
-            row["shape"] = {
-                "tokens": shape.tokens,
-                "seqs": shape.seqs,
-                "context": shape.pages * report.program_set.model.kernel.page_size,
-                "decode_only": shape.decode_only,
-            }
-        case Sample(seqs, _):
-            row["sampled_rows"] = seqs
+    row |= program.key.json_fields(report.program_set.model.kernel.page_size)
     return row
 
 
@@ -185,44 +162,6 @@ def estimated_cycles(program: CompiledProgram) -> int | None:
     """Return the compiler's cycle estimate; None if any operation lacks one."""
     schedule = program.schedule
     return None if schedule is None or schedule.unknown else schedule.cycles
-
-
-def key_name(key: Key) -> str:
-    """Return a readable program name, such as `decode 64 rows, 8 pages`."""
-    match key:
-        case Forward(shape) if shape.adapted:
-            return f"{key_name(Forward(replace(shape, adapted=False)))}, adapters"
-        case Forward(shape) if shape.decode_only:
-            return f"decode {shape.seqs} rows, {shape.pages} pages"
-        case Forward(shape):
-            drafts = f", {shape.width - 1} drafts" if shape.width > 1 else ""
-            return f"step {shape.tokens} tokens, {shape.seqs} rows, {shape.pages} pages{drafts}"
-        case Draft(shape):
-            return f"{key_name(Forward(shape))}, drafter"
-        case ForwardEmbeds(shape):
-            return f"{key_name(Forward(shape))}, embeddings"
-        case ScorePrompt(tokens, adapted):
-            return f"score {tokens} tokens{', adapters' if adapted else ''}"
-        case WriteAdapter():
-            return "load adapter"
-        case Sample(seqs, kind):
-            return f"sample {kind} {seqs} rows"
-        case LogitsProgram("mask", seqs, count):
-            return f"mask {count} of {seqs} rows"
-        case LogitsProgram(name, seqs):
-            return f"{name} {seqs} rows"
-        case CopyStates(pool, count):
-            return f"copy {count} states of pool {pool}"
-        case SetHistoryRow():
-            return "set history row"
-        case SetCounts():
-            return "set token counts of a row"
-        case CountTokens(seqs):
-            return f"count tokens of {seqs} rows"
-        case RecordDrafts(seqs):
-            return f"record drafts {seqs} rows"
-        case PoolShape(tokens, seqs, _, of_tokens):
-            return f"pool {tokens} tokens, " + ("one output per token" if of_tokens else f"{seqs} prompts")
 
 
 def budget_lines(report: Report) -> Iterator[str]:

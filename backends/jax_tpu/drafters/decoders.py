@@ -25,9 +25,10 @@ from pagoda.backends.jax_tpu.model.layers import (
     rotation,
     table_shape,
 )
-from pagoda.backends.jax_tpu.model.layout import CacheIndex, padded, segments
-from pagoda.backends.jax_tpu.model.mixers.attention import JaxAttention
+from pagoda.backends.jax_tpu.model.layout import CacheIndex, segments
+from pagoda.backends.jax_tpu.model.mixers.registry import ops_of
 from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext, project
+from pagoda.backends.jax_tpu.model.slots import padded
 from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.common.models.drafters import (
     AttendedInputs,
@@ -128,8 +129,9 @@ class FrontInputs(nnx.Module):
         self.project = build.parameter("D.", width, columns)
         biased = isinstance(inputs, JoinedInputs) and inputs.bias
         self.project_bias = build.parameter("D", width) if biased else None
-        attention = inputs.attention if isinstance(inputs, AttendedInputs) else None
-        self.attention = None if attention is None else JaxAttention(attention, width, replace(build, repeats=1))
+        alone = replace(build, repeats=1)
+        mixer = inputs.attention if isinstance(inputs, AttendedInputs) else None
+        self.attention = None if mixer is None else ops_of(mixer).module(mixer, width, alone)
 
     def projected(self, x: jax.Array) -> jax.Array:
         """X [T, n] -> [T, D]."""

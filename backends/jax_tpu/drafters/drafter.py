@@ -33,8 +33,7 @@ from pagoda.backends.jax_tpu.model.model import (
 from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext
 from pagoda.backends.jax_tpu.parallel import partition
 from pagoda.backends.jax_tpu.supported import SUPPORTED
-from pagoda.backends.jax_tpu.weights.formats import NO_FORMATS, MatrixFormat
-from pagoda.backends.jax_tpu.weights.placement import Path
+from pagoda.backends.jax_tpu.weights.arrange import NO_FORMATS, MatrixFormat, Path
 from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.errors import ModelError
 from pagoda.common.models.drafters import DrafterSpec, FeatureDrafter, LanguageDrafter, captured_layers

@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from pagoda.backends.jax_tpu.drafters.drafter import JaxDrafter
 from pagoda.backends.jax_tpu.model.model import Leaves
+from pagoda.backends.jax_tpu.weights.arrange import Path, Placement
 from pagoda.backends.jax_tpu.weights.loading import WeightWriter, rotary_tables, unit_scales, zeros
-from pagoda.backends.jax_tpu.weights.placement import Path, Placement, once_stacked_attention, placements
+from pagoda.backends.jax_tpu.weights.placement import once_stacked, placements
 from pagoda.common.backend import Weight
 from pagoda.common.models.drafters import (
     AttendedInputs,
@@ -90,7 +91,7 @@ def _features(spec: FeatureDrafter, tensor: int) -> Iterator[tuple[str, Placemen
         yield f"inputs.{norm}", Placement(("inputs", norm, "weight"))
         yield f"inputs.{norm}_bias", Placement(("inputs", norm, "bias"))
     if isinstance(spec.inputs, AttendedInputs):
-        for name, place in once_stacked_attention(spec.inputs.attention, tensor):
+        for name, place in once_stacked(spec.inputs.attention, tensor):
             yield f"inputs.attention.{name}", replace(place, target=("inputs", "attention", *place.target))
 
 

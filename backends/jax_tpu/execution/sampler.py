@@ -13,16 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagoda.backends.jax_tpu.execution.program_keys import (
+from pagoda.backends.jax_tpu.execution.logit_programs import (
+    AdjustAllLogits,
+    AdjustLogits,
+    BanWords,
+    CopyLogits,
     CountTokens,
-    Key,
-    LogitsProgram,
+    MaskLogits,
+    PenaliseLogits,
+    RankLogprobs,
     RecordDrafts,
     Sample,
     SetCounts,
     SetHistoryRow,
-    StepProgramSet,
 )
+from pagoda.backends.jax_tpu.execution.program_kind import StepProgram
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.shapes import Plans
 from pagoda.backends.jax_tpu.sampling import MAX_LOGPROBS, counts_of, sorted_logprobs
@@ -88,7 +94,7 @@ class Sampled:
 class JaxSampler:
     """Samples one token per row of logits. `width`: rows of each sequence in steps with drafts."""
 
-    def __init__(self, programs: CompiledPrograms[StepProgramSet, Key], max_rows: int) -> None:
+    def __init__(self, programs: CompiledPrograms[StepProgramSet, StepProgram], max_rows: int) -> None:
         shape = programs.program_set.history
         self.history = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)  # int32 [rows+1, max_len+1]
         shape = programs.program_set.counts
@@ -129,7 +135,7 @@ class JaxSampler:
         )
         edits_logits = bool(masks) or any(sampled.columns[field].any() for field in ("penalised", "edited", "masked"))
         if edits_logits and self.mode.startswith("raw") and sampled.columns["logprobs"].any():
-            edited = self._programs[LogitsProgram("copy", seqs)](logits)
+            edited = self._programs[CopyLogits(seqs)](logits)
         else:
             edited = logits
         edited = self._edit(edited, sampled, masks or {}, width, rules)
@@ -156,7 +162,7 @@ class JaxSampler:
 
         `num_logprobs`: the numbers that will be fetched (-1: all).
         """
-        top_logprobs = self._programs[LogitsProgram("logprobs", seqs)](logits, tokens)
+        top_logprobs = self._programs[RankLogprobs(seqs)](logits, tokens)
         needs_logits = any(not 0 <= n <= MAX_LOGPROBS for n in num_logprobs)
         return DeviceLogprobs(self.mode, tokens, top_logprobs, logits if needs_logits else None)
 
@@ -174,16 +180,16 @@ class JaxSampler:
         shift_rows = (rules[7],) if self.width > 1 else ()
         if edited:
             for entries in additions(edited, rows):
-                logits = programs[LogitsProgram("adjust", seqs)](logits, entries)
+                logits = programs[AdjustLogits(seqs)](logits, entries)
             for edits, indices in dense_additions(edited):
                 assert edits.dense is not None, "that is what they are selected by"
                 values = np.zeros(logits.shape[1], np.float32)
                 chosen = np.zeros(rows, np.bool_)
                 values[: self.vocab] = edits.dense
                 chosen[indices] = True
-                logits = programs[LogitsProgram("adjust_all", seqs)](logits, values, chosen)
+                logits = programs[AdjustAllLogits(seqs)](logits, values, chosen)
             for words, heads in banned_words(edited, rows):
-                program = programs[LogitsProgram("ban_words", seqs)]
+                program = programs[BanWords(seqs)]
                 logits = program(logits, self.history, words, heads, *shift_rows)
         if masks := allowed(sampled.where("masked"), grammar_masks(grammar, seqs, width)):
             count = next(size for size in programs.program_set.masked_rows(seqs) if size >= len(masks))
@@ -193,11 +199,11 @@ class JaxSampler:
                 own_bytes = own.view(np.uint8)[: bits.shape[1]]
                 bits[place, : len(own_bytes)] = own_bytes
                 masked[place] = index
-            logits = programs[LogitsProgram("mask", seqs, count)](logits, bits, masked)
+            logits = programs[MaskLogits(seqs, rows=count)](logits, bits, masked)
         if penalised:
             packed = _penalties(penalised, rows, width, drafts=self.width > 1)
             before = (self.history,) if self.width > 1 else ()
-            logits = programs[LogitsProgram("penalise", seqs)](logits, self._counts, packed, *before, *shift_rows)
+            logits = programs[PenaliseLogits(seqs)](logits, self._counts, packed, *before, *shift_rows)
         return logits
 
 

@@ -1,6 +1,6 @@
 """The inputs of generation and pooling programs: one int32 array packed on the host, split inside the program.
 
-A pooling program gets whole prompts, concatenated. Both kinds of input attend through `KernelChoice.attend`.
+A pooling program gets whole prompts, concatenated. Mixers see both kinds of input through the same methods.
 """
 
 from __future__ import annotations
@@ -12,31 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagoda.backends.jax_tpu.model.layout import KvStack, LatentStack, Stack, StateStack, TailStack
+from pagoda.backends.jax_tpu.model.slots import KvStack, LatentStack, Stack, StateStack, TailStack
 from pagoda.common.config.groups.nested.pooler import PoolingKind
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.pooling.values import PoolPlan
 from pagoda.common.engine.steps.contract import GUESSED, PREVIOUS, Int32
 from pagoda.common.engine.steps.shapes import StepShape
-from pagoda.common.models.mixers import Attention, LatentAttention
 from pagoda.kernels_pallas.chips import CHIPS, ChipInfo
-from pagoda.kernels_pallas.latent_attention import LatentLayout, latent_attention
-from pagoda.kernels_pallas.latent_attention.expanded import (
-    ExpandedHeads,
-    Expansion,
-    expanded_attention,
-    plan_expansion,
-    scratch_pages,
-)
-from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, ragged_paged_attention
-from pagoda.kernels_pallas.ragged_paged_attention.plan import (
-    BlockSource,
-    RaggedBatch,
-    StaticRules,
-    block_entry,
-    make_knobs,
-    tuning_key,
-)
+from pagoda.kernels_pallas.latent_attention import LatentLayout
+from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout
+from pagoda.kernels_pallas.ragged_paged_attention.plan import RaggedBatch
 from pagoda.kernels_pallas.recurrent_state import RecurrentBatch
 
 
@@ -54,19 +39,6 @@ class KernelChoice:
     def kv_layout(self, kv_heads: int, head_dim: int, value_dim: int) -> PagedKvLayout:
         """Return the cache layout for `kv_heads` heads on one device."""
         return PagedKvLayout(kv_heads, head_dim, self.cache_dtype, self.page_size, value_dim)
-
-    def untuned(self, heads: int, kv_heads: int, spec: Attention) -> tuple[str, ...]:
-        """Return the keys that the attention kernel's tuning.json lacks for heads of one device, and what is used."""
-        if not self.use_kernel:
-            return ()
-        layout = self.kv_layout(kv_heads, spec.head_dim, spec.value_width)
-        rows = heads // kv_heads * layout.heads_per_row
-        missing = []
-        for decode in (False,) if self.batch_invariant else (True, False):
-            source = block_entry(self.chip, layout, rows, decode=decode).source
-            if source is not BlockSource.TUNED:
-                missing.append(f"{tuning_key(self.chip, layout, rows, decode=decode)} ({source.value})")
-        return tuple(missing)
 
     def latent_layout(self, rank: int, rope_dim: int) -> LatentLayout:
         """Return the cache layout of latents."""
@@ -98,97 +70,6 @@ class KernelChoice:
     def options(self) -> dict[str, Any]:
         """Return the static arguments of every kernel."""
         return {"use_kernel": self.use_kernel, "interpret": self.interpret, "chip": self.chip}
-
-    def attend(
-        self,
-        q: jax.Array,
-        k: jax.Array | None,
-        v: jax.Array | None,
-        cache: jax.Array,
-        spec: Attention,
-        terms: JaxHeadTerms,
-        **batch: Any,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Write K [T, K, H] and V [T, K, V], if any, into the cache, then attend: q [T, N, H] -> [T, N, V], the cache.
-
-        `batch`: the arguments of `ragged_paged_attention` that describe the sequences.
-        """
-        return ragged_paged_attention(
-            q,
-            k,
-            v,
-            cache,
-            layout=self.kv_layout(terms.kv_heads, spec.head_dim, spec.value_width),
-            scale=spec.scale,
-            softcap=spec.softcap,
-            window=spec.window,
-            rules=StaticRules(spec.chunk, spec.lookback, spec.alibi_root),
-            sinks=terms.sinks,
-            slopes=terms.slopes,
-            batch_invariant=self.batch_invariant,
-            **batch,
-            **self.options,
-        )
-
-    def attend_latents(
-        self, q: jax.Array, latents: jax.Array, cache: jax.Array, spec: LatentAttention, **batch: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        """Write latents [T, C] into the cache, then attend: absorbed q [T, N, C] -> [T, N, rank], and the cache.
-
-        `batch`: the arguments of `latent_attention` that describe the sequences.
-        """
-        layout = self.latent_layout(spec.latent_dim, spec.rope.dim)
-        return latent_attention(q, latents, cache, layout=layout, scale=spec.scale, **batch, **self.options)
-
-    def expansion(self, batch: RaggedBatch, tokens: int, spec: LatentAttention, heads: int) -> Expansion | None:
-        """Return which contexts are expanded to the keys and values of `heads` heads; None if none ever are."""
-        layout = self.latent_layout(spec.latent_dim, spec.rope.dim)
-        if not self._expands(layout):
-            return None
-        return plan_expansion(batch.cleaned(), tokens, layout, _expanded_heads(spec, heads))
-
-    def expansion_bytes(self, tokens: int, seqs: int, max_pages: int, spec: LatentAttention, heads: int) -> int:
-        """Return the bytes of the scratch cache of a step's expanded heads."""
-        layout = self.latent_layout(spec.latent_dim, spec.rope.dim)
-        expanded = _expanded_heads(spec, heads)
-        if not self._expands(layout):
-            return 0
-        return scratch_pages(tokens, seqs, max_pages, layout, expanded) * expanded.layout(layout).bytes_per_page
-
-    def _expands(self, layout: LatentLayout) -> bool:
-        """False where the kernel writes latents only while it attends: pages of one section (float32, small pages)."""
-        return not self.use_kernel or layout.sections == 2
-
-    def attend_expanded(
-        self,
-        q: jax.Array,
-        kv_up: jax.Array,
-        cache: jax.Array,
-        layer: jax.Array,
-        spec: LatentAttention,
-        batch: RaggedBatch,
-        plan: Expansion,
-    ) -> jax.Array:
-        """Attend with expanded heads, those of `kv_up` [N, nope + value, rank]: q [T, N, H] -> [T, N, V]."""
-        layout = self.latent_layout(spec.latent_dim, spec.rope.dim)
-        heads = _expanded_heads(spec, q.shape[1])
-        knobs = make_knobs(spec.scale, *(None,) * 6)
-        return expanded_attention(
-            q, kv_up, cache, layer, batch.cleaned(), knobs, plan, layout=layout, heads=heads, **self.options
-        )
-
-
-def _expanded_heads(spec: LatentAttention, heads: int) -> ExpandedHeads:
-    return ExpandedHeads(heads, spec.nope_dim, spec.rope.dim, spec.value_dim)
-
-
-@dataclass(frozen=True, slots=True)
-class JaxHeadTerms:
-    """The heads of a device, and what each query head has of its own; None: the layer has none."""
-
-    kv_heads: int
-    sinks: jax.Array | None = None  # [N]
-    slopes: jax.Array | None = None  # float32 [N], of ALiBi
 
 
 # Generation.
@@ -294,65 +175,6 @@ class StepInput:
     def token_types(self) -> None:
         """Return None: all token types are 0."""
 
-    def attend(
-        self,
-        q: jax.Array,
-        k: jax.Array | None,
-        v: jax.Array | None,
-        cache: jax.Array,
-        cache_index: jax.Array,
-        spec: Attention,
-        terms: JaxHeadTerms,
-        scales: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Write K and V, if any, into the stacked cache, then attend: q [T, N, H] -> [T, N, V], and the cache.
-
-        `cache_index` int32 [2]: block table, layer of the stacked cache. `scales` [2]: of K and V in a scaled cache.
-        """
-        k_scale, v_scale = (None, None) if scales is None else scales
-        batch = self._batch(cache_index, cache)
-        return self.kernel.attend(q, k, v, cache, spec, terms, k_scale=k_scale, v_scale=v_scale, **batch)
-
-    def attend_latents(
-        self,
-        q: jax.Array,
-        latents: jax.Array,
-        cache: jax.Array,
-        cache_index: jax.Array,
-        spec: LatentAttention,
-        expansion: Expansion | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Write latents [T, C] into the stacked cache, then attend: q [T, N, C] -> [T, N, rank], and the cache.
-
-        `expansion`: if it is used, only decoded sequences attend.
-        """
-        batch = self._batch(cache_index, cache)
-        return self.kernel.attend_latents(q, latents, cache, spec, expansion=expansion, **batch)
-
-    def expansion(self, cache_index: jax.Array, spec: LatentAttention, heads: int) -> Expansion | None:
-        """Return which contexts are expanded to the keys and values of `heads` heads; None if none ever are."""
-        if self.shape.decode_only:
-            return None
-        return self.kernel.expansion(self.ragged(cache_index), self.shape.tokens, spec, heads)
-
-    def attend_expanded(
-        self,
-        q: jax.Array,
-        kv_up: jax.Array,
-        cache: jax.Array,
-        cache_index: jax.Array,
-        spec: LatentAttention,
-        expansion: Expansion,
-        absorbed: jax.Array,
-    ) -> jax.Array:
-        """Return absorbed [T, N, V], or the outputs of expanded heads for the sequences that attend to them."""
-        batch = self.ragged(cache_index)
-        layer = self.cache_layer(cache_index, cache)
-        expanded = self.kernel.attend_expanded(q, kv_up, cache, layer, spec, batch, expansion)
-        token = jnp.arange(len(q))
-        real = (token >= self.counts[0]) & (token < self.query_start[-1]) & expansion.use
-        return jnp.where(real[:, None, None], expanded, absorbed)
-
     @property
     def max_context(self) -> int:
         """Return the tokens of the longest sequence that the block tables can hold."""
@@ -362,7 +184,7 @@ class StepInput:
         """Return the sequences with their blocks of a cache."""
         return RaggedBatch(self.query_start, self.kv_len, self.page_tables[cache_index[0]], self.counts)
 
-    def _batch(self, cache_index: jax.Array, cache: jax.Array) -> dict[str, Any]:
+    def kernel_batch(self, cache_index: jax.Array, cache: jax.Array) -> dict[str, Any]:
         """Return the kernels' arguments that describe the sequences."""
         return {
             "layer": self.cache_layer(cache_index, cache),
@@ -462,8 +284,6 @@ MIN_POOL_TOKENS: Final = 64
 POOL_TILE: Final = 256
 """Tile size of bidirectional attention, in queries and in keys."""
 
-_LOW: Final = -1e30  # initial running maximum: finite, so that exp(-inf - _LOW) is 0 instead of NaN
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class PoolShape:
@@ -525,46 +345,14 @@ class PoolInput:
         """Return each token's position in its prompt, int32 [T]."""
         return jnp.arange(self.shape.tokens, dtype=jnp.int32) - self.starts
 
-    def attend(
-        self,
-        q: jax.Array,
-        k: jax.Array | None,
-        v: jax.Array | None,
-        cache: jax.Array,
-        cache_index: jax.Array,
-        spec: Attention,
-        terms: JaxHeadTerms,
-        scales: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Attend within each prompt: q [T, N, H], k [T, K, H] and v [T, K, V] -> [T, N, V], and the scratch cache.
-
-        Causal layers use the paged attention kernel over the layer's pages. Bidirectional layers use no cache.
-        """
-        if spec.causal:
-            return self.kernel.attend(q, k, v, cache, spec, terms, **self._batch(cache_index, cache))
-        assert k is not None, "a bidirectional layer keeps no K and V for others"
-        assert v is not None
-        return self._attend_bidirectional(q, k, v, spec, terms.slopes), cache
-
-    def attend_latents(
-        self,
-        q: jax.Array,
-        latents: jax.Array,
-        cache: jax.Array,
-        cache_index: jax.Array,
-        spec: LatentAttention,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Attend within each prompt: q [T, N, C], latents [T, C] -> [T, N, rank], and the scratch cache."""
-        return self.kernel.attend_latents(q, latents, cache, spec, **self._batch(cache_index, cache))
-
-    def _batch(self, cache_index: jax.Array, cache: jax.Array) -> dict[str, Any]:
+    def kernel_batch(self, cache_index: jax.Array, cache: jax.Array) -> dict[str, Any]:
         """Return the kernels' arguments that describe the prompts."""
         return {
             "layer": self.cache_layer(cache_index, cache),
             "query_start": self.query_start,
             "kv_len": jnp.diff(self.query_start),
             "page_table": self.page_tables,
-            "counts": self._counts,
+            "counts": self.counts,
         }
 
     @property
@@ -574,10 +362,11 @@ class PoolInput:
 
     def ragged(self, cache_index: jax.Array) -> RaggedBatch:
         """Return the prompts with their blocks of a scratch cache."""
-        return RaggedBatch(self.query_start, jnp.diff(self.query_start), self.page_tables, self._counts)
+        return RaggedBatch(self.query_start, jnp.diff(self.query_start), self.page_tables, self.counts)
 
     @property
-    def _counts(self) -> jax.Array:
+    def counts(self) -> jax.Array:
+        """Return int32 [2]: decode sequences, of which there are none, and all prompts."""
         prompts = (jnp.diff(self.query_start) > 0).sum(dtype=jnp.int32)
         return jnp.stack([jnp.zeros((), jnp.int32), prompts])
 
@@ -599,61 +388,7 @@ class PoolInput:
     def states(self, cache_index: jax.Array) -> RecurrentBatch:
         """Return the prompts, each with a block of its own in the scratch cache."""
         blocks = jnp.arange(self.shape.seqs, dtype=jnp.int32)
-        return RecurrentBatch(self.query_start, blocks, jnp.ones(self.shape.seqs, bool), self._counts)
-
-    def _attend_bidirectional(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attention, slopes: jax.Array | None
-    ) -> jax.Array:
-        """Tiled attention with online softmax. Key tiles that no query of a tile may attend to are skipped.
-
-        The cost of a prompt and the memory for scores do not depend on the other prompts. `slopes` [N]: of ALiBi.
-        """
-        tile = self.shape.tile
-        key_begin, key_end = self._key_range(spec)
-        values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)  # the column of ones sums the weights
-
-        def attend_tile(start: jax.Array) -> jax.Array:
-            queries = _rows(q, start, tile).reshape(tile, k.shape[1], -1, k.shape[2])
-            begins = _rows(key_begin, start, tile)[:, None]
-            ends = _rows(key_end, start, tile)[:, None]
-
-            def add_keys(index: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                old_max, acc = state
-                first = index * tile
-                scores = jnp.einsum(
-                    "tkgh,skh->kgts", queries, _rows(k, first, tile), preferred_element_type=jnp.float32
-                )
-                scores = scores * spec.scale
-                if spec.softcap is not None:
-                    scores = jnp.tanh(scores / spec.softcap) * spec.softcap
-                key = first + jnp.arange(tile)
-                if slopes is not None:
-                    distance = jnp.abs(start + jnp.arange(tile)[:, None] - key)
-                    scores = scores - slopes.reshape(*queries.shape[1:3], 1, 1) * distance
-                scores = jnp.where((key >= begins) & (key < ends), scores, -jnp.inf)
-                new_max = jnp.maximum(old_max, scores.max(-1, keepdims=True))
-                weights = jnp.exp(scores - new_max).astype(v.dtype)
-                tile_values = _rows(values, first, tile)
-                new = jnp.einsum("kgts,skh->kgth", weights, tile_values, preferred_element_type=jnp.float32)
-                return new_max, acc * jnp.exp(old_max - new_max) + new
-
-            groups = queries.shape[1:3]
-            initial = jnp.full((*groups, tile, 1), _LOW), jnp.zeros((*groups, tile, values.shape[-1]), jnp.float32)
-            last = (ends[-1, 0] + tile - 1) // tile
-            _, acc = jax.lax.fori_loop(begins[0, 0] // tile, last, add_keys, initial)
-            return (acc[..., :-1] / acc[..., -1:]).astype(q.dtype).transpose(2, 0, 1, 3)
-
-        return jax.lax.map(attend_tile, jnp.arange(0, len(q), tile, dtype=jnp.int32)).reshape(*q.shape[:2], -1)
-
-    def _key_range(self, spec: Attention) -> tuple[jax.Array, jax.Array]:
-        """Return the range of keys [begin, end) each token attends to; both are non-decreasing."""
-        token = jnp.arange(self.shape.tokens, dtype=jnp.int32)
-        begin = self.starts
-        end = self.ends
-        if spec.window is not None:
-            begin = jnp.maximum(begin, token - spec.window + 1)
-            end = jnp.minimum(end, token + spec.window)
-        return begin, end
+        return RecurrentBatch(self.query_start, blocks, jnp.ones(self.shape.seqs, bool), self.counts)
 
     def pool(self, hidden: jax.Array, kind: PoolingKind) -> jax.Array:
         """Pool hidden states [T, D] -> float32 [S, D]; unpooled float32 [T, D] for outputs per token."""
@@ -667,10 +402,6 @@ class PoolInput:
         inside = (token >= begins[:, None]) & (token < ends[:, None])
         weights = inside / jnp.maximum(ends - begins, 1)[:, None]
         return jnp.matmul(weights.astype(jnp.float32), hidden.astype(jnp.float32), precision="highest")
-
-
-def _rows(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, start, size)
 
 
 def pack_pool(shape: PoolShape, plan: PoolPlan) -> Int32:

@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 from pagoda.backends.jax_tpu.execution.step_input import pack_step
 from pagoda.backends.jax_tpu.model.layers import Caches
-from pagoda.backends.jax_tpu.model.layout import KvStack, segments
+from pagoda.backends.jax_tpu.model.layout import segments
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
+from pagoda.backends.jax_tpu.model.slots import KvStack
 from pagoda.backends.jax_tpu.parallel import replicated
-from pagoda.backends.jax_tpu.weights.placement import Path
+from pagoda.backends.jax_tpu.weights.arrange import Path
 from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.weights.quantization.kv_scales import scales_of_caches
 

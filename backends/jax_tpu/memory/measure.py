@@ -15,66 +15,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pagoda.backends.jax_tpu.execution import program_keys
-from pagoda.backends.jax_tpu.execution.program_keys import (
-    CopyStates,
-    CountTokens,
-    Draft,
-    Forward,
-    ForwardEmbeds,
-    LogitsProgram,
-    RecordDrafts,
-    Sample,
-    ScorePrompt,
-    SetCounts,
-    SetHistoryRow,
-    StepProgramSet,
-    WriteAdapter,
-)
+from pagoda.backends.jax_tpu.execution.program_kind import Program
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, model_facts
-from pagoda.backends.jax_tpu.execution.step_input import PoolShape
 from pagoda.backends.jax_tpu.memory.plan import STEPS_IN_FLIGHT, ProgramMemory, rounded_blocks
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.sizing import min_blocks, split_bytes
 
 logger = logging.getLogger(__name__)
 
-Key: TypeAlias = program_keys.Key | PoolShape
 
-
-def largest_programs(program_set: ProgramSet[Any]) -> dict[object, Key]:
+def largest_programs(program_set: ProgramSet[Any]) -> dict[object, Program]:
     """Return the largest program of each kind."""
-    largest: dict[object, Key] = {}
+    largest: dict[object, Program] = {}
     for key in program_set:
-        largest[kind_of(key)] = max(largest.get(kind_of(key), key), key, key=_size)
+        largest[key.variant] = max(largest.get(key.variant, key), key, key=lambda program: program.sizes)
     return largest
-
-
-def kind_of(key: Key) -> object:
-    """Return what tells programs apart beside their sizes."""
-    return (
-        type(key),
-        getattr(key, "kind", None),
-        getattr(key, "name", None),
-        isinstance(key, Forward) and (key.shape.decode_only, key.shape.adapted),
-        getattr(key, "of_tokens", None),
-    )
-
-
-def _size(key: Key) -> tuple[int, ...]:
-    match key:
-        case Forward(shape) | ForwardEmbeds(shape) | Draft(shape):
-            return shape.tokens, shape.seqs, shape.pages, shape.width
-        case ScorePrompt(tokens) | PoolShape(tokens):
-            return (tokens,)
-        case LogitsProgram(_, seqs, rows):
-            return seqs, rows
-        case Sample(seqs, _) | RecordDrafts(seqs) | CountTokens(seqs):
-            return (seqs,)
-        case CopyStates(_, count):
-            return (count,)
-        case SetHistoryRow() | SetCounts() | WriteAdapter():
-            return (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +48,7 @@ class ProgramNeeds:
         return cls(
             temporaries=max(each.temporary for each in memories.values()),
             results=STEPS_IN_FLIGHT * max(each.result for each in memories.values()),
-            code=sum(memories[kind_of(key)].code for key in program_set),
+            code=sum(memories[key.variant].code for key in program_set),
             rows=program_set.state_bytes,
         )
 
@@ -109,7 +65,7 @@ def exact_blocks(program_set: StepProgramSet, limits: Limits, room: int, needs: 
     return tuple(map(max, map(rounded_blocks, blocks), min_blocks(model.layout)))
 
 
-Measure: TypeAlias = Callable[[Sequence[Key]], Sequence[ProgramMemory]]
+Measure: TypeAlias = Callable[[Sequence[Program]], Sequence[ProgramMemory]]
 
 
 def recorded_needs(program_set: StepProgramSet, folder: Path | None, measure: Measure) -> ProgramNeeds:

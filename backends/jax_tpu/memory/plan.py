@@ -16,8 +16,11 @@ from jax.sharding import AbstractMesh, Mesh
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
 from pagoda.backends.jax_tpu.drafters.drafter import JaxDrafter
 from pagoda.backends.jax_tpu.execution.step_input import MIN_POOL_TOKENS, POOL_TILE
-from pagoda.backends.jax_tpu.model.layout import HeadLayout, KvStack, LatentStack, scratch_depths
+from pagoda.backends.jax_tpu.model.layout import scratch_depths
+from pagoda.backends.jax_tpu.model.mixers.ops import LargestStep
+from pagoda.backends.jax_tpu.model.mixers.registry import ops_of
 from pagoda.backends.jax_tpu.model.model import Model, StepModel, build_model
+from pagoda.backends.jax_tpu.model.slots import KvStack, LatentStack
 from pagoda.backends.jax_tpu.parallel import DATA, MODEL, device_memory
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import Limits
@@ -26,7 +29,6 @@ from pagoda.common.config.memory import available_bytes
 from pagoda.common.engine.kv_cache.sizing import max_blocks, min_blocks, split_bytes, stated_blocks
 from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.mixers import Attention, LatentAttention
 from pagoda.common.models.spec import Moe
 from pagoda.common.models.transformers_spec import TransformersSpec
 from pagoda.kernels_pallas.chips import ChipInfo
@@ -124,21 +126,16 @@ def activation_bytes(model: StepModel, limits: Limits) -> int:
     """Return the activation bytes of the largest step on one device: three copies of the logits, and one layer."""
     rows = limits.max_num_seqs * (1 + limits.max_drafts)
     tokens = limits.max_num_batched_tokens
-    expanded = _expanded_bytes(model, limits) if isinstance(model, Model) else 0
-    return 3 * rows * model.spec.vocab * 4 + tokens * _token_bytes(model) + expanded
+    scratch = _scratch_bytes(model, limits) if isinstance(model, Model) else 0
+    return 3 * rows * model.spec.vocab * 4 + tokens * _token_bytes(model) + scratch
 
 
-def _expanded_bytes(model: Model, limits: Limits) -> int:
-    """Return the bytes of one layer's expanded heads of latent attention in the largest step."""
-    sizes = limits.max_num_batched_tokens, limits.max_num_seqs, -(-limits.max_model_len // limits.block_size)
-    return max(
-        (
-            model.kernel.expansion_bytes(*sizes, mixer, HeadLayout.of(mixer, model.tensor).slots // model.tensor)
-            for mixer in set(model.spec.mixers)
-            if isinstance(mixer, LatentAttention)
-        ),
-        default=0,
-    )
+def _scratch_bytes(model: Model, limits: Limits) -> int:
+    """Return the bytes of one layer's scratch cache in the largest step."""
+    pages = -(-limits.max_model_len // limits.block_size)
+    largest = LargestStep(tokens=limits.max_num_batched_tokens, seqs=limits.max_num_seqs, max_pages=pages)
+    mixers = set(model.spec.mixers)
+    return max((ops_of(mixer).scratch_bytes(mixer, model.kernel, model.tensor, largest) for mixer in mixers), default=0)
 
 
 def _token_bytes(model: StepModel) -> int:
@@ -208,8 +205,7 @@ def pooling_bytes(model: Model, limits: Limits) -> tuple[int, int]:
     """
     spec = model.spec
     assert spec.pooler is not None, "the model pools"
-    attending = (mixer for mixer in spec.mixers if isinstance(mixer, Attention | LatentAttention))
-    heads = max((HeadLayout.of(mixer, 1).heads for mixer in attending), default=0)
+    heads = max((ops_of(mixer).scored_heads(mixer) for mixer in spec.mixers), default=0)
     last = [dense.width for dense in spec.pooler.dense][-1:] or [spec.hidden_width]
     width = last[0] if spec.pooler.classifier is None else spec.pooler.classifier.labels
     width += sum(head.width for head in spec.pooler.token_heads)

@@ -37,20 +37,13 @@ from pagoda.backends.jax_tpu.model.layers import (
 from pagoda.backends.jax_tpu.model.layout import (
     CacheIndex,
     Segment,
-    padded,
     scratch_depths,
     segments,
 )
 from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxEmbeddingLora, JaxLora, expand
-from pagoda.backends.jax_tpu.model.mixers.attention import JaxAttention
-from pagoda.backends.jax_tpu.model.mixers.gated_delta import JaxGatedDelta
-from pagoda.backends.jax_tpu.model.mixers.kimi_delta import JaxKimiDelta
-from pagoda.backends.jax_tpu.model.mixers.latent_attention import JaxLatentAttention
-from pagoda.backends.jax_tpu.model.mixers.lightning_attention import JaxLightningAttention
-from pagoda.backends.jax_tpu.model.mixers.mamba import JaxMamba
-from pagoda.backends.jax_tpu.model.mixers.mamba2 import JaxMamba2
-from pagoda.backends.jax_tpu.model.mixers.short_convolution import JaxShortConvolution
+from pagoda.backends.jax_tpu.model.mixers.registry import ops_of
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, ParameterStack, project
+from pagoda.backends.jax_tpu.model.slots import padded
 from pagoda.backends.jax_tpu.model.streams import (
     JaxAltUp,
     JaxLayerParts,
@@ -62,59 +55,11 @@ from pagoda.backends.jax_tpu.model.streams import (
 )
 from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.common.engine.steps.contract import EMBEDDED
-from pagoda.common.models.mixers import (
-    Attention,
-    GatedDelta,
-    KimiDelta,
-    LatentAttention,
-    LightningAttention,
-    Mamba,
-    Mamba2,
-    Mixer,
-    ShortConvolution,
-)
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec
-from pagoda.common.models.supported import unsupported_mixer
 from pagoda.kernels_pallas.chips import ChipInfo
-
-
-def make_mixer(spec: Mixer, width: int, build: JaxBuildContext) -> MixerLayer:
-    """Create the module of a mixer."""
-    match spec:
-        case Attention():
-            return JaxAttention(spec, width, build)
-        case LatentAttention():
-            return JaxLatentAttention(spec, width, build)
-        case GatedDelta():
-            return JaxGatedDelta(spec, width, build)
-        case KimiDelta():
-            return JaxKimiDelta(spec, width, build)
-        case LightningAttention():
-            return JaxLightningAttention(spec, width, build)
-        case Mamba():
-            return JaxMamba(spec, width, build)
-        case Mamba2():
-            return JaxMamba2(spec, width, build)
-        case ShortConvolution():
-            return JaxShortConvolution(spec, width, build)
-        case _:
-            raise unsupported_mixer(spec)
-
 
 _SCATTERED_TOKENS: Final = 16
 """Least tokens of a device in a scattered step: rows of a tile of 16-bit numbers."""
-
-MixerLayer = (
-    JaxAttention
-    | JaxLatentAttention
-    | JaxGatedDelta
-    | JaxKimiDelta
-    | JaxLightningAttention
-    | JaxMamba
-    | JaxMamba2
-    | JaxShortConvolution
-)
-
 
 _PIECES: Final = 2
 _PIECE_TOKENS: Final = 1024
@@ -143,8 +88,8 @@ def exchanged_pieces(spec: ModelSpec, chip: ChipInfo, tensor: int, tokens: int, 
 
 def _exchanges_pieces(layer: Layer) -> bool:
     sums = not layer.parallel and layer.low_rank is None and layer.block is None and not layer.output_scale
-    attends = len(layer.mixers) == 1 and isinstance(layer.mixers[0], Attention)
-    return sums and attends and isinstance(layer.ffn, Mlp) and not layer.ffn.sparsity
+    mixes = len(layer.mixers) == 1 and ops_of(layer.mixers[0]).exchanges_pieces
+    return sums and mixes and isinstance(layer.ffn, Mlp) and not layer.ffn.sparsity
 
 
 class JaxDecoder(nnx.Module):
@@ -176,12 +121,8 @@ class JaxDecoder(nnx.Module):
         alone = replace(build, repeats=1, lora=None)
         self.blocks = nnx.List(
             [
-                JaxInputBlock(
-                    layer, JaxAttention(layer.attends_before, spec.width, each.at("attention")), spec.width, each
-                )
-                for layer, each in (
-                    (spec.layers[owner], alone.at("blocks", number)) for number, owner in enumerate(spec.block_owners)
-                )
+                JaxInputBlock(spec.layers[owner], spec.width, alone.at("blocks", number))
+                for number, owner in enumerate(spec.block_owners)
             ]
         )
         self.segments = nnx.List(
@@ -401,7 +342,9 @@ class JaxDecoderLayer(nnx.Module):
         width = model.width
         self.spec = spec
         own = spec.mixers if spec.block is None else spec.mixers[1:]
-        self.mixers = nnx.List([make_mixer(mixer, width, build.at("mixers", index)) for index, mixer in enumerate(own)])
+        self.mixers = nnx.List(
+            [ops_of(mixer).module(mixer, width, build.at("mixers", index)) for index, mixer in enumerate(own)]
+        )
         self.adapters = None if spec.block is None else JaxAdapters(spec, spec.block, width, build)
         self.block = None if spec.block is None else model.block_owners.index(spec.block.weights_of)
         self.ffn = None if spec.ffn is None else make_ffn(spec.ffn, width, build.at("ffn"))

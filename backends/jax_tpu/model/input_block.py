@@ -6,15 +6,16 @@ Modules run inside `shard_map`, see `layers`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, MlpFfn, Rotations
-from pagoda.backends.jax_tpu.model.layout import HeadLayout, padded
+from pagoda.backends.jax_tpu.model.mixers.attention import JaxAttention, head_layout
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.backends.jax_tpu.model.slots import padded
 from pagoda.common.models.spec import InputBlock, Layer
 
 
@@ -27,7 +28,7 @@ class JaxAdapters(nnx.Module):
 
     def __init__(self, layer: Layer, block: InputBlock, width: int, build: JaxBuildContext) -> None:
         spec = layer.attends_before
-        heads = HeadLayout.of(spec, build.tensor)
+        heads = head_layout(spec, build.tensor)
         rank = spec.adapter_rank
         ffn_rank = block.adapter_rank
         keys = heads.slots, 1, spec.head_dim, rank or 0
@@ -55,29 +56,13 @@ class JaxAdapters(nnx.Module):
         return project(project(x, self.ffn_first[...]), self.ffn[...])
 
 
-class BlockAttention(Protocol):
-    """The attention of an input block."""
-
-    def __call__(
-        self,
-        x: jax.Array,
-        caches: Caches,
-        cache_index: jax.Array,
-        rotations: Rotations,
-        step: AnyStep,
-        added: jax.Array | None = None,
-    ) -> tuple[jax.Array, Caches]:
-        """Return [T, D] of x [T, 2D], and the caches; `added`: see `JaxAdapters.heads`."""
-        ...
-
-
 class JaxInputBlock(nnx.Module):
     """The weights of a transformer block in front of the mixers of several layers, stacked once."""
 
-    def __init__(self, layer: Layer, attention: BlockAttention, width: int, build: JaxBuildContext) -> None:
+    def __init__(self, layer: Layer, width: int, build: JaxBuildContext) -> None:
         block = layer.block
         assert block is not None
-        self.attention = attention
+        self.attention = JaxAttention(layer.attends_before, width, build.at("attention"))
         self.ffn = MlpFfn(block.ffn, width, build.at("ffn"))
         self.norm = JaxNorm(block.norm, 2 * width, build)
         self.ffn_norm = JaxNorm(block.norm, width, build)

@@ -17,8 +17,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
-from pagoda.backends.jax_tpu.model.layout import padded
 from pagoda.backends.jax_tpu.model.parameters import SHARDED, AnyStep, JaxBuildContext, ParameterStack
+from pagoda.backends.jax_tpu.model.slots import padded
 from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.kernels_pallas.grouped_matmul import grouped_matmul
 

@@ -23,19 +23,18 @@ from jax.sharding import Mesh, PartitionSpec
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, StepInput
 from pagoda.backends.jax_tpu.model.decoder import JaxDecoder, exchanged_pieces
 from pagoda.backends.jax_tpu.model.layers import Caches
-from pagoda.backends.jax_tpu.model.layout import CacheIndex, HeadLayout, build_cache_index
+from pagoda.backends.jax_tpu.model.layout import CacheIndex, build_cache_index
 from pagoda.backends.jax_tpu.model.lora import slot_axis
+from pagoda.backends.jax_tpu.model.mixers.registry import ops_of
 from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext, LoraForm
 from pagoda.backends.jax_tpu.parallel import DATA, MODEL, named_sharding, partition
 from pagoda.backends.jax_tpu.supported import SUPPORTED
-from pagoda.backends.jax_tpu.weights.formats import NO_FORMATS, MatrixFormat
-from pagoda.backends.jax_tpu.weights.placement import Path
+from pagoda.backends.jax_tpu.weights.arrange import NO_FORMATS, MatrixFormat, Path
 from pagoda.common.config.memory import available_bytes
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.drafters import DrafterSpec, mixers_of
-from pagoda.common.models.mixers import Attention, LatentAttention
 from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec
@@ -134,10 +133,8 @@ class StepModel(ABC):
     def untuned_attention(self) -> tuple[str, ...]:
         """Return what tuning.json of the attention kernel lacks for this model's heads on this chip."""
         keys: dict[str, None] = {}
-        for mixer in dict.fromkeys(mixer for mixer in self.spec.mixers if isinstance(mixer, Attention)):
-            heads = HeadLayout.of(mixer, self.tensor)
-            slots = heads.slots // self.tensor
-            keys |= dict.fromkeys(self.kernel.untuned(slots * heads.group, slots, mixer))
+        for mixer in dict.fromkeys(self.spec.mixers):
+            keys |= dict.fromkeys(ops_of(mixer).untuned(mixer, self.kernel, self.tensor))
         return tuple(keys)
 
     def pieces(self, tokens: int, *, adapted: bool = False) -> int:
@@ -398,11 +395,5 @@ def check_scaled(spec: ModelSpec) -> None:
     if spec.block_owners:
         raise ConfigError("--kv-cache-dtype", "jax_tpu keeps the cache of input blocks in the model's dtype; use auto")
     for mixer in spec.mixers:
-        if isinstance(mixer, LatentAttention):
-            raise ConfigError("--kv-cache-dtype", "jax_tpu keeps latents (MLA) in the model's dtype; use auto")
-        if isinstance(mixer, Attention) and mixer.blocks is not None:
-            raise ConfigError("--kv-cache-dtype", "jax_tpu keeps caches with an indexer in the model's dtype; use auto")
-        if isinstance(mixer, Attention) and mixer.shares_cache_of is not None:
-            raise ConfigError(
-                "--kv-cache-dtype", "jax_tpu keeps caches that layers share in the model's dtype; use auto"
-            )
+        if words := ops_of(mixer).cache_without_scale(mixer):
+            raise ConfigError("--kv-cache-dtype", f"jax_tpu keeps {words} in the model's dtype; use auto")

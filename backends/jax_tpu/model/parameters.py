@@ -19,9 +19,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolInput, StepInput
-from pagoda.backends.jax_tpu.model.layout import padded
-from pagoda.backends.jax_tpu.weights.formats import MatrixFormat
-from pagoda.backends.jax_tpu.weights.placement import Path
+from pagoda.backends.jax_tpu.model.slots import padded
+from pagoda.backends.jax_tpu.weights.arrange import MatrixFormat, Path
 from pagoda.kernels_pallas.grouped_matmul import grouped_matmul
 from pagoda.kernels_pallas.grouped_matmul.quantized import CODES, PER_WORD, QuantizedWeights
 

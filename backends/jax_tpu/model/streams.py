@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pagoda.backends.jax_tpu.model.layers import ACTIVATIONS, JaxNorm, MoeFfn, lookup
-from pagoda.backends.jax_tpu.model.layout import padded
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.backends.jax_tpu.model.slots import padded
 from pagoda.common.models.spec import AltUp, LowRankResidual, PerLayerEmbedding, Shortcut, SideMoe
 
 _SMALLEST_SQUARE: Final = 1e-5

@@ -15,13 +15,15 @@ from jax.sharding import Mesh
 from torch import Tensor
 
 from pagoda.backends.fallback.model import TransformersModel
-from pagoda.backends.jax_tpu.execution.step_input import JaxHeadTerms, KernelChoice, packed_size
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, packed_size
 from pagoda.backends.jax_tpu.model.layers import Caches
 from pagoda.backends.jax_tpu.model.layout import CacheIndex, build_cache_index
+from pagoda.backends.jax_tpu.model.mixers import attention
+from pagoda.backends.jax_tpu.model.mixers.attention import JaxHeadTerms
 from pagoda.backends.jax_tpu.model.model import Leaves, StepModel
 from pagoda.backends.jax_tpu.model.parameters import AnyStep
 from pagoda.backends.jax_tpu.parallel import named_sharding
-from pagoda.backends.jax_tpu.weights.formats import NO_FORMATS
+from pagoda.backends.jax_tpu.weights.arrange import NO_FORMATS
 from pagoda.backends.jax_tpu.weights.loading import as_jax
 from pagoda.common.backend import Weight
 from pagoda.common.engine.kv_cache.spec import KvLayout
@@ -137,7 +139,9 @@ class TorchaxDecoder:
             terms = JaxHeadTerms(mixer.kv_heads, None if sinks is None else jax_view(sinks))
             with source.kernel_precision():
                 queries, keys, values = jax_view((q, k, v))
-                out, stacks[array] = step.attend(queries, keys, values, stacks[array], place, mixer, terms, scales)
+                out, stacks[array] = attention.attend(
+                    step, queries, keys, values, stacks[array], place, mixer, terms, scales
+                )
             return torch_view(out)
 
         def insert(embedded: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.backends.jax_tpu.model.lora import slot_axis
+from pagoda.backends.jax_tpu.model.mixers.registry import ops_of
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
 from pagoda.backends.jax_tpu.parallel import named_sharding
-from pagoda.backends.jax_tpu.weights.placement import Path, Placement, placements
+from pagoda.backends.jax_tpu.weights.arrange import Path, Placement
+from pagoda.backends.jax_tpu.weights.placement import placements
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.lora.weights import AdapterWeights, LowRank, adaptable
 from pagoda.common.weights.rope_order import half_split
@@ -77,17 +79,20 @@ class AdapterWriter:
         modules = _modules(self.model)
         members: dict[tuple[Path, tuple[int, ...]], list[str]] = {}
         for name in adapted_matrices(self.model):
-            if not (name.endswith(".v") and self._is_key(name)):
+            if self._is_projected(name):
                 members.setdefault((modules[name], places[name].start[:1]), []).append(name)
         for names in members.values():
             if len({places[name].target for name in names}) == 1:
                 names.sort(key=lambda name: places[name].start)
         return {name: number for names in members.values() for number, name in enumerate(names)}
 
-    def _is_key(self, name: str) -> bool:
-        """Return whether the values of a layer are its keys, whose adapter then changes both."""
-        _, layer, _, mixer, _ = name.split(".")
-        return bool(getattr(self.model.spec.layers[int(layer)].mixers[int(mixer)], "values_are_keys", False))
+    def _is_projected(self, name: str) -> bool:
+        """Return whether a matrix has an array of its own; values that are keys have that of the keys."""
+        if ".mixers." not in name:
+            return True
+        _, layer, _, number, parameter = name.split(".")
+        mixer = self.model.spec.layers[int(layer)].mixers[int(number)]
+        return ops_of(mixer).has_projection(mixer, parameter)
 
 
 def _put(

@@ -28,8 +28,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from pagoda import __version__
 from pagoda.backends.jax_tpu.model.model import Leaves, Model, build_model
 from pagoda.backends.jax_tpu.parallel import DATA, MODEL, replicated
+from pagoda.backends.jax_tpu.weights.arrange import Path, split_slot_axis
 from pagoda.backends.jax_tpu.weights.loading import constants
-from pagoda.backends.jax_tpu.weights.placement import Path, placements, split_slot_axis
+from pagoda.backends.jax_tpu.weights.placement import placements
 from pagoda.common.errors import ConfigError, WeightError
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.sharded import Leaf, Manifest, ShardedCheckpoint
@@ -201,7 +202,7 @@ def import_orbax() -> Any:
     return ocp
 
 
-# Rearranging arrays of heads between two slot layouts (`layout.HeadLayout`). The position of each head is derived by
+# Rearranging arrays of heads between two slot layouts (`slots.HeadLayout`). The position of each head is derived by
 # sending element numbers instead of weights through `placements`, so the layout is described in one place only.
 
 

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.backends.jax_tpu.weights.placement import Path, Placement, placements
+from pagoda.backends.jax_tpu.weights.arrange import MatrixFormat, Path, Placement
+from pagoda.backends.jax_tpu.weights.placement import placements
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.quantization.tensors import Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme, and_more
 from pagoda.kernels_pallas.chips import ChipInfo
-from pagoda.kernels_pallas.grouped_matmul.quantized import Numbers
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +31,6 @@ _MATRICES: Final = ("qkv", "values", "out", "inner", "down", "queries", "q_a", "
 
 _MODULES: Final = ("attention", "ffn", "moe", "shared")
 """Names of the modules that have them, besides mixers, which are numbered."""
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixFormat:
-    """How a quantised matrix is stored and multiplied.
-
-    Where inputs are rounded, too, the matrix units multiply numbers by numbers, which is faster than bfloat16 where
-    they can; else weights are widened.
-    """
-
-    numbers: Numbers
-    rounds_inputs: bool = False  # each token's input is rounded to `numbers`, too
-    for_kernel: bool = False  # stored for kernels_pallas/grouped_matmul
-    group: int | None = None  # inputs that share a scale; None: all of an output channel
-    shifted: bool = False  # numbers may have zero points
-
-
-NO_FORMATS: Final[Mapping[Path, MatrixFormat]] = {}
-"""All matrices are dense."""
 
 
 def matrix_formats(

@@ -22,7 +22,7 @@ from pagoda.backends.jax_tpu.model.layers import table
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
 from pagoda.backends.jax_tpu.model.parameters import quantize
 from pagoda.backends.jax_tpu.parallel import named_sharding
-from pagoda.backends.jax_tpu.weights.formats import MatrixFormat
+from pagoda.backends.jax_tpu.weights.arrange import MatrixFormat, Path, Placement, split_slot_axis
 from pagoda.backends.jax_tpu.weights.packing import (
     KernelPart,
     StoredNumbers,
@@ -30,7 +30,7 @@ from pagoda.backends.jax_tpu.weights.packing import (
     quantize_groups,
     stored_numbers,
 )
-from pagoda.backends.jax_tpu.weights.placement import Path, Placement, placements, split_slot_axis
+from pagoda.backends.jax_tpu.weights.placement import placements
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.primitives import Param

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.backends.jax_tpu.model.parameters import LARGEST
-from pagoda.backends.jax_tpu.weights.formats import MatrixFormat, moved_groups
-from pagoda.backends.jax_tpu.weights.placement import Placement
+from pagoda.backends.jax_tpu.weights.arrange import MatrixFormat, Placement
+from pagoda.backends.jax_tpu.weights.formats import moved_groups
 from pagoda.common.errors import WeightError
 from pagoda.common.weights import dtypes
 from pagoda.common.weights.quantization.tensors import Float8, Int4, Int8, Mxfp4, Nvfp4, QuantizedTensor

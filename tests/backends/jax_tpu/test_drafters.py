@@ -19,7 +19,8 @@ from support.suite.slow_matrix import some
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_ahead, find_target, model_for
 from pagoda.backends.jax_tpu.backend import JaxBackend, create
 from pagoda.backends.jax_tpu.drafters.drafter import build_drafter
-from pagoda.backends.jax_tpu.execution.program_keys import Draft, StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
+from pagoda.backends.jax_tpu.execution.step_programs import Draft
 from pagoda.backends.jax_tpu.memory.plan import weight_bytes
 from pagoda.backends.reference import backend as reference
 from pagoda.common.backend import BackendOptions

@@ -21,7 +21,7 @@ from support.engines.reference_driver import random_weights, tiny_spec
 from support.suite.slow_matrix import thinned
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.execution.program_keys import PoolProgramSet, token_ladder
+from pagoda.backends.jax_tpu.execution.program_sets import PoolProgramSet, token_ladder
 from pagoda.backends.jax_tpu.execution.programs import RecompileError
 from pagoda.backends.jax_tpu.memory.plan import CODE_BYTES, fit_pooling, pooling_bytes, weight_bytes
 from pagoda.backends.jax_tpu.pooling import JaxPooling, create

@@ -18,7 +18,8 @@ from support.engines.reference_driver import tiny_spec
 from pagoda.backends.jax_tpu import backend as backend_module
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
 from pagoda.backends.jax_tpu.backend import JaxBackend, create
-from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
+from pagoda.backends.jax_tpu.execution.step_programs import Forward
 from pagoda.backends.jax_tpu.profiler import start_server
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.compilation import CompilationConfig

@@ -27,8 +27,10 @@ from support.servers.embedded_requests import (
 
 from pagoda.backends.jax_tpu import sampling
 from pagoda.backends.jax_tpu.backend import create
-from pagoda.backends.jax_tpu.execution.program_keys import Forward, ForwardEmbeds, LogitsProgram, Sample, StepProgramSet
+from pagoda.backends.jax_tpu.execution.logit_programs import RankLogprobs, Sample
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import writers_first
+from pagoda.backends.jax_tpu.execution.step_programs import Forward, ForwardEmbeds
 from pagoda.common.engine.core import generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineRequest
@@ -75,7 +77,7 @@ def test_nothing_is_compiled_while_serving() -> None:
     backend.load(random_weights(spec))
     backend.init_cache((BLOCKS,))
     wanted = (Forward, ForwardEmbeds)
-    choosing = (Sample(1, "greedy"), LogitsProgram("logprobs", 1))
+    choosing = (Sample(1, "greedy"), RankLogprobs(1))
     backend._programs.prepare(
         key for key in backend._programs.program_set if isinstance(key, wanted) or key in choosing
     )  # of all that warmup compiles

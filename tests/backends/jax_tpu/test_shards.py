@@ -16,14 +16,9 @@ from support.suite.slow_matrix import some
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
 from pagoda.backends.jax_tpu.backend import JaxBackend, create
-from pagoda.backends.jax_tpu.execution.program_keys import (
-    CountTokens,
-    Forward,
-    LogitsProgram,
-    Sample,
-    SetCounts,
-    StepProgramSet,
-)
+from pagoda.backends.jax_tpu.execution.logit_programs import UNMASKED_EDITS, CountTokens, MaskLogits, Sample, SetCounts
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
+from pagoda.backends.jax_tpu.execution.step_programs import Forward
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.core import EngineCore, generation_core
@@ -99,8 +94,8 @@ def test_shards_exchange_their_tokens_and_nothing_else() -> None:
     program_set = make(2)._program_set((BLOCKS,))
     step = next(key for key in program_set if isinstance(key, Forward))
     assert exchanged(program_set.lower(step).compile().as_text()) == []
-    edits = [LogitsProgram(name, 4) for name in ("penalise", "adjust", "adjust_all", "ban_words", "copy", "logprobs")]
-    counts = [SetCounts(), CountTokens(4), LogitsProgram("mask", 4, 8)]
+    edits = [program(4) for program in UNMASKED_EDITS]
+    counts = [SetCounts(), CountTokens(4), MaskLogits(4, rows=8)]
     for key in (Sample(4, "filtered"), *counts, *edits):
         sizes = exchanged(program_set.lower(key).compile().as_text())
         assert all(size <= 8 * 21 for size in sizes), (key, sizes)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from support.devices.jax_model import BLOCK, JaxModel
 
 from pagoda.backends.jax_tpu.ahead_of_time.topology import find_target
-from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
+from pagoda.backends.jax_tpu.execution.step_programs import Forward
 from pagoda.backends.jax_tpu.model.transformers_decoder import build_transformers_model, load_transformers
 from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.common.backend import Weight

@@ -16,8 +16,8 @@ pytest.importorskip("flax")
 import support.devices.jax_devices  # noqa: F401
 from support.checkpoints.tiny_folder import write_model
 
-from pagoda.backends.jax_tpu.execution.program_keys import Forward
 from pagoda.backends.jax_tpu.execution.programs import CompileCache
+from pagoda.backends.jax_tpu.execution.step_programs import Forward
 from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli import main

@@ -15,9 +15,8 @@ from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, pack_step
 from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales
 from pagoda.backends.jax_tpu.model.model import Model, build_model
 from pagoda.backends.jax_tpu.parallel import make_mesh
-from pagoda.backends.jax_tpu.weights.formats import NO_FORMATS, MatrixFormat
+from pagoda.backends.jax_tpu.weights.arrange import NO_FORMATS, MatrixFormat, Path
 from pagoda.backends.jax_tpu.weights.loading import load
-from pagoda.backends.jax_tpu.weights.placement import Path
 from pagoda.common.backend import Weight
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.steps.shapes import StepShape

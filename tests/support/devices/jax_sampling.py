@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import support.devices.jax_devices  # noqa: F401
 from support.engines.reference_driver import tiny_spec
 
-from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
 from pagoda.backends.jax_tpu.model.model import build_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagoda.backends.jax_tpu.backend import JaxBackend
-from pagoda.backends.jax_tpu.execution.program_keys import StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import model_facts
 
 

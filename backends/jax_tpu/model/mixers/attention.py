@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pagoda.backends.jax_tpu.execution.step_input import JaxHeadTerms
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolInput
 from pagoda.backends.jax_tpu.model.layers import (
     Caches,
     JaxRotation,
@@ -22,22 +24,46 @@ from pagoda.backends.jax_tpu.model.layers import (
     reduced,
     scale_norm,
 )
-from pagoda.backends.jax_tpu.model.layout import (
-    HeadLayout,
-    slot_parts,
-)
 from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxLora
+from pagoda.backends.jax_tpu.model.mixers.bidirectional import attend_bidirectionally
 from pagoda.backends.jax_tpu.model.mixers.block_sparse import JaxBlockIndex
+from pagoda.backends.jax_tpu.model.mixers.ops import CostedStep, MixerCost, MixerModule, MixerOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project, tokens_are_columns
-from pagoda.common.models.mixers import (
-    Attention,
-)
+from pagoda.backends.jax_tpu.model.slots import HeadLayout, KvStack, LatentStack, Stack
+from pagoda.backends.jax_tpu.weights.arrange import Array, Placement, arrange_columns
+from pagoda.common.models.mixers import Attention
+from pagoda.kernels_pallas.ragged_paged_attention import ragged_paged_attention
+from pagoda.kernels_pallas.ragged_paged_attention.plan import BlockSource, StaticRules, block_entry, tuning_key
 
 
-class JaxAttention(nnx.Module):
+def head_layout(spec: Attention, tensor: int) -> HeadLayout:
+    """Return how the heads are arranged in slots."""
+    return HeadLayout.of(heads=spec.heads, kv_heads=spec.kv_heads, tensor=tensor)
+
+
+def slot_parts(spec: Attention, group: int) -> int:
+    """Return the heads that a slot projects: queries, key, value if as wide, gates of the output's channels.
+
+    Not the value if it is the key; neither if they are another layer's.
+    """
+    one = spec.values_are_keys or spec.value_width != spec.head_dim
+    keys_and_values = 0 if spec.shares_cache_of is not None else 1 if one else 2
+    return group + keys_and_values + (group if spec.output_gate and not spec.gate_per_head else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class JaxHeadTerms:
+    """The heads of a device, and what each query head has of its own; None: the layer has none."""
+
+    kv_heads: int
+    sinks: jax.Array | None = None  # [N]
+    slopes: jax.Array | None = None  # float32 [N], of ALiBi
+
+
+class JaxAttention(MixerModule):
     """Grouped-query attention over the paged cache (generation) or within the prompts of a step (pooling).
 
-    Heads are arranged in slots (see `layout.HeadLayout`): a slot is one KV head with its query heads, so that one axis
+    Heads are arranged in slots (see `slots.HeadLayout`): a slot is one KV head with its query heads, so that one axis
     can be sharded over the devices. `qkv` [K * n, H, D]: per slot K the G query heads, then key and value unless they
     are another layer's, then G gates if the output has one per channel; `gate` [K, G, D] if it has one per head.
     `values` [K, V, D] has the values if they are not as wide. `out` [D, K * G * V] is flat: with G as the second-last
@@ -45,7 +71,7 @@ class JaxAttention(nnx.Module):
     """
 
     def __init__(self, spec: Attention, width: int, build: JaxBuildContext) -> None:
-        layout = HeadLayout.of(spec, build.tensor)
+        layout = head_layout(spec, build.tensor)
         slots = layout.slots
         group = layout.group
         dim = spec.head_dim
@@ -104,7 +130,7 @@ class JaxAttention(nnx.Module):
             q = q * query_growth(self.spec.query_growth, step.positions).astype(q.dtype)
         scales = None if self.kv_scale is None else self.kv_scale[...]
         if self.blocks is None:
-            attended, cache = step.attend(q, k, v, caches[0], cache_index, self.spec, self._terms(), scales)
+            attended, cache = attend(step, q, k, v, caches[0], cache_index, self.spec, self._terms(), scales)
         else:
             assert k is not None, "an indexer's layer keeps K and V"
             assert v is not None
@@ -232,3 +258,170 @@ def _qk_norms(
     if spec.qk_norm_over == "per_head":
         return build.parameter("H", dim), None if shared else build.parameter("H", dim)
     return build.parameter("KGH", slots, group, dim), None if shared else build.parameter("KH", slots, dim)
+
+
+def attend(
+    step: AnyStep,
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    cache: jax.Array,
+    cache_index: jax.Array,
+    spec: Attention,
+    terms: JaxHeadTerms,
+    scales: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Write K [T, K, H] and V [T, K, V], if any, into the stacked cache, then attend: q [T, N, H] -> [T, N, V], cache.
+
+    `cache_index` int32 [2]: block table, layer of the stacked cache. `scales` [2]: of K and V in a scaled cache, which
+    the scratch cache of a pooling step is not. Bidirectional layers use no cache.
+    """
+    if isinstance(step, PoolInput) and not spec.causal:
+        assert k is not None, "a bidirectional layer keeps no K and V for others"
+        assert v is not None
+        return attend_bidirectionally(step, q, k, v, spec, terms.slopes), cache
+    k_scale, v_scale = (None, None) if scales is None or isinstance(step, PoolInput) else scales
+    kernel = step.kernel
+    return ragged_paged_attention(
+        q,
+        k,
+        v,
+        cache,
+        layout=kernel.kv_layout(terms.kv_heads, spec.head_dim, spec.value_width),
+        scale=spec.scale,
+        softcap=spec.softcap,
+        window=spec.window,
+        rules=StaticRules(spec.chunk, spec.lookback, spec.alibi_root),
+        sinks=terms.sinks,
+        slopes=terms.slopes,
+        batch_invariant=kernel.batch_invariant,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        **step.kernel_batch(cache_index, cache),
+        **kernel.options,
+    )
+
+
+class AttentionOps(MixerOps[Attention]):
+    """What the backend knows of this kind, see `MixerOps`."""
+
+    exchanges_pieces = True
+
+    def module(self, spec: Attention, width: int, build: JaxBuildContext) -> JaxAttention:
+        return JaxAttention(spec, width, build)
+
+    def placements(self, spec: Attention, tensor: int) -> Iterator[tuple[str, Placement]]:
+        heads = head_layout(spec, tensor)
+        dim = spec.head_dim
+
+        def queries(rows: Array) -> Array:
+            return heads.queries(rows, dim)
+
+        def keys(rows: Array) -> Array:
+            return heads.keys(rows, dim)
+
+        def keys_in_slots(rows: Array) -> Array:
+            return keys(rows)[:, None]
+
+        for suffix, target in (("", "qkv"), ("_bias", "qkv_bias")):
+            yield f"q{suffix}", Placement((target,), (), queries)
+            yield f"k{suffix}", Placement((target,), (0, heads.group), keys_in_slots)
+            if spec.value_width == dim:
+                yield f"v{suffix}", Placement((target,), (0, heads.group + 1), keys_in_slots)
+            else:
+                yield f"v{suffix}", Placement((f"values{suffix}",), (), lambda rows: heads.keys(rows, spec.value_width))
+            if spec.gate_per_head:
+                yield f"gate{suffix}", Placement((f"gate{suffix}",), (), lambda rows: heads.queries(rows, 1)[:, :, 0])
+            else:
+                yield f"gate{suffix}", Placement((target,), (0, slot_parts(spec, heads.group) - heads.group), queries)
+        yield (
+            "o",
+            Placement(
+                ("out",), (), lambda rows: arrange_columns(rows, lambda rows: heads.queries(rows, spec.value_width))
+            ),
+        )
+        yield "o_bias", Placement(("out_bias",))
+        yield "sinks", Placement(("sinks",), (), lambda rows: heads.queries(rows, 1)[..., 0])
+        if spec.blocks is not None:
+            index_dim = spec.blocks.head_dim
+            yield "blocks.q", Placement(("blocks", "q"), (), lambda rows: heads.keys(rows, index_dim))
+            yield "blocks.k", Placement(("blocks", "k"))
+            for part in "qk":
+                yield f"blocks.{part}_norm", Placement(("blocks", f"{part}_norm", "weight"))
+        shared = spec.qk_norm_over == "per_head"  # by all heads
+        for suffix in ("", "_bias"):
+            for name, arrange in (("q_norm", queries), ("k_norm", keys)):
+                target = f"{name}{suffix}"
+                yield target, Placement((target,), (), (lambda v: v) if shared else partial(_flat, arrange))
+
+    def stacks(self, spec: Attention, tensor: int) -> tuple[tuple[Stack, ...], ...]:
+        if spec.shares_cache_of is not None:
+            return ()
+        keys_and_values = KvStack(head_layout(spec, tensor).slots, spec.head_dim, spec.value_width)
+        return (
+            ((keys_and_values,),)
+            if spec.blocks is None
+            else ((keys_and_values,), (LatentStack(spec.blocks.head_dim, 0),))
+        )
+
+    def cost(self, spec: Attention, step: CostedStep) -> MixerCost:
+        """Return the cost of softmax attention, sliding windows and chunks considered."""
+        heads = head_layout(spec, step.tensor)
+        kv = step.kernel.kv_layout(heads.slots // step.tensor, spec.head_dim, spec.value_width)
+        token_bytes = kv.bytes_per_page // kv.page_size
+        channels = heads.slots * heads.group * (spec.head_dim + spec.value_width) // step.tensor
+        tokens = step.shape.tokens
+        load = step.load
+        window = spec.window or spec.seen_chunks
+        read = load.kv_tokens if window is None else min(load.kv_tokens, step.shape.seqs * window + tokens)
+        pairs = load.pairs if window is None else min(load.pairs, tokens * window)
+        written = tokens if spec.shares_cache_of is None else 0
+        return MixerCost((read + written) * token_bytes + tokens * channels * step.itemsize, 2 * pairs * channels)
+
+    def cost_beside_xla(self, spec: Attention, step: CostedStep) -> MixerCost:
+        """Return the FLOP alone: operands of plain XLA may stay on chip."""
+        pairs = step.load.pairs if spec.causal else 2 * step.load.pairs
+        heads = head_layout(spec, step.tensor)
+        channels = spec.head_dim + spec.value_width
+        return MixerCost(0, 2 * pairs * heads.slots * heads.group * channels // step.tensor)
+
+    def without_layer_numbers(self, spec: Attention) -> Attention:
+        return spec if spec.shares_cache_of is None else replace(spec, shares_cache_of=0)
+
+    def has_projection(self, spec: Attention, name: str) -> bool:
+        return name != "v" or not spec.values_are_keys
+
+    def cache_without_scale(self, spec: Attention) -> str | None:
+        if spec.blocks is not None:
+            return "caches with an indexer"
+        return "caches that layers share" if spec.shares_cache_of is not None else None
+
+    def scored_heads(self, spec: Attention) -> int:
+        return spec.heads
+
+    def untuned(self, spec: Attention, kernel: KernelChoice, tensor: int) -> tuple[str, ...]:
+        if not kernel.use_kernel:
+            return ()
+        heads = head_layout(spec, tensor)
+        layout = kernel.kv_layout(heads.slots // tensor, spec.head_dim, spec.value_width)
+        rows = heads.group * layout.heads_per_row
+        missing = []
+        for decode in (False,) if kernel.batch_invariant else (True, False):
+            source = block_entry(kernel.chip, layout, rows, decode=decode).source
+            if source is not BlockSource.TUNED:
+                missing.append(f"{tuning_key(kernel.chip, layout, rows, decode=decode)} ({source.value})")
+        return tuple(missing)
+
+
+def adapter_placements(spec: Attention, tensor: int) -> Iterator[tuple[str, Placement]]:
+    """Yield the placements of the low-rank adapters of an input block's attention, see `JaxAdapters`."""
+    heads = head_layout(spec, tensor)
+    arranged = {"q": lambda rows: heads.queries(rows, spec.head_dim)}
+    arranged |= dict.fromkeys("kv", lambda rows: heads.keys(rows, spec.head_dim)[:, None])
+    for index, (part, arrange) in enumerate(arranged.items()):
+        yield f"{part}_adapter", Placement(("first",), (index,), lambda rows: rows[None])
+        yield f"{part}_adapter_out", Placement((part,), (), arrange)
+
+
+def _flat(arrange: Callable[[Array], Array], values: Array) -> Array:
+    return arrange(values.reshape(-1))

@@ -1,10 +1,13 @@
-"""The causal convolution of each channel over its sequence, and the norm of keys."""
+"""The causal convolution of each channel over its sequence, where its parameters lie, and the norm of keys."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 
+from pagoda.backends.jax_tpu.weights.arrange import Array, Placement
 from pagoda.kernels_pallas.recurrent_state import RecurrentBatch
 
 
@@ -39,3 +42,9 @@ def convolve(
 def l2_norm(x: jax.Array) -> jax.Array:
     """Return x [..., H] divided by its L2 norm."""
     return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-6)
+
+
+def taps_placements(name: str, start: int, arrange: Callable[[Array], Array]) -> Iterator[tuple[str, Placement]]:
+    """Yield the placements of a convolution of each channel. `start`: its first channel in a slot."""
+    yield name, Placement(("taps",), (0, start), lambda taps: arrange(taps[:, 0]))
+    yield f"{name}_bias", Placement(("taps_bias",), (0, start), arrange)

@@ -1,25 +1,28 @@
 """The gated delta rule over recurrent state: projections, the causal convolution with its tail, the rule's kernel.
 
-Heads are arranged in slots (`layout.HeadLayout`): a slot is one key head with its G value heads, and its channels are
+Heads are arranged in slots (`slots.HeadLayout`): a slot is one key head with its G value heads, and its channels are
 those of q, k and v.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, reduced
-from pagoda.backends.jax_tpu.model.layout import HeadLayout
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.mixers.convolution import convolve, l2_norm
+from pagoda.backends.jax_tpu.model.mixers.ops import CostedStep, MixerCost, MixerModule, RecurrentOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.backends.jax_tpu.model.slots import HeadLayout, Stack, StateStack, TailStack
+from pagoda.backends.jax_tpu.weights.arrange import Array, Placement, arrange_columns
 from pagoda.common.models.mixers import GatedDelta
 from pagoda.kernels_pallas.gated_delta import DeltaInputs, gated_delta
 
 
-class JaxGatedDelta(nnx.Module):
+class JaxGatedDelta(MixerModule):
     """One layer's gated delta rule.
 
     `inner` [K, n, D]: per slot q, k, the values of its G heads, their output gates. `rates` [K, 2 G, D]: beta, decay.
@@ -27,7 +30,7 @@ class JaxGatedDelta(nnx.Module):
     """
 
     def __init__(self, spec: GatedDelta, width: int, build: JaxBuildContext) -> None:
-        layout = HeadLayout.of(spec, build.tensor)
+        layout = head_layout(spec, build.tensor)
         wide = build.float32()
         slots = layout.slots
         group = layout.group
@@ -86,3 +89,66 @@ class JaxGatedDelta(nnx.Module):
 
     def _scaled(self, beta: jax.Array) -> jax.Array:
         return beta if self.spec.beta_scale == 1 else beta * self.spec.beta_scale
+
+
+def head_layout(spec: GatedDelta, tensor: int) -> HeadLayout:
+    """Return how the heads are arranged in slots."""
+    return HeadLayout.of(
+        heads=spec.value_heads, kv_heads=spec.key_heads, tensor=tensor, words=f"heads of {type(spec).__name__}"
+    )
+
+
+class GatedDeltaOps(RecurrentOps[GatedDelta]):
+    """What the backend knows of this kind, see `MixerOps`."""
+
+    def module(self, spec: GatedDelta, width: int, build: JaxBuildContext) -> JaxGatedDelta:
+        return JaxGatedDelta(spec, width, build)
+
+    def placements(self, spec: GatedDelta, tensor: int) -> Iterator[tuple[str, Placement]]:
+        heads = head_layout(spec, tensor)
+        group = heads.group
+        key = spec.key_dim
+        value = spec.value_dim
+
+        def keys(rows: Array) -> Array:
+            return heads.keys(rows, key)
+
+        def values(rows: Array, dim: int = value) -> Array:
+            return heads.queries(rows, dim).reshape(heads.slots, group * dim, *rows.shape[1:])
+
+        def per_head(rows: Array) -> Array:
+            return values(rows, 1)
+
+        yield "q", Placement(("inner",), (), keys)
+        yield "k", Placement(("inner",), (0, key), keys)
+        yield "v", Placement(("inner",), (0, 2 * key), values)
+        yield "gate", Placement(("inner",), (0, 2 * key + group * value), values)
+        yield "beta", Placement(("rates",), (), per_head)
+        yield "decay", Placement(("rates",), (0, group), per_head)
+        yield "q_conv", Placement(("taps",), (), lambda taps: keys(taps[:, 0]))
+        yield "k_conv", Placement(("taps",), (0, key), lambda taps: keys(taps[:, 0]))
+        yield "v_conv", Placement(("taps",), (0, 2 * key), lambda taps: values(taps[:, 0]))
+        yield "decay_rate", Placement(("decay_rate",), (), per_head)
+        yield "decay_offset", Placement(("decay_offset",), (), per_head)
+        yield "norm", Placement(("norm", "weight"))
+        yield "norm_bias", Placement(("norm", "bias"))
+        yield "o", Placement(("out",), (), lambda rows: arrange_columns(rows, values))
+
+    def state_stacks(self, spec: GatedDelta, tensor: int) -> tuple[Stack, ...]:
+        heads = head_layout(spec, tensor)
+        width = 2 * spec.key_dim + heads.group * spec.value_dim
+        tail = TailStack(heads.slots, spec.taps - 1, width)
+        return tail, StateStack(heads.slots * heads.group, spec.key_dim, spec.value_dim)
+
+    def cost(self, spec: GatedDelta, step: CostedStep) -> MixerCost:
+        """Return the cost of the rule in float32: states read and written once; per token and head k S, k u and q S.
+
+        Chunks compute more; their FLOP beyond the rule's own are overhead.
+        """
+        layout = head_layout(spec, step.tensor)
+        slots = layout.slots // step.tensor
+        heads = layout.slots * layout.group // step.tensor
+        state = heads * spec.key_dim * spec.value_dim
+        token = 2 * slots * spec.key_dim + 2 * heads * spec.value_dim
+        moved = 4 * (2 * step.shape.seqs * state + step.shape.tokens * token)
+        return MixerCost(moved, 6 * step.shape.tokens * state)

@@ -1,24 +1,27 @@
 """The gated delta rule with a decay per channel (KDA): projections, the causal convolution, the recurrence's kernel.
 
-A slot is one head (`layout.HeadLayout`).
+A slot is one head (`slots.HeadLayout`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, reduced
-from pagoda.backends.jax_tpu.model.layout import HeadLayout
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
-from pagoda.backends.jax_tpu.model.mixers.convolution import convolve, l2_norm
+from pagoda.backends.jax_tpu.model.mixers.convolution import convolve, l2_norm, taps_placements
+from pagoda.backends.jax_tpu.model.mixers.ops import MixerModule, RecurrentOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.backends.jax_tpu.model.slots import HeadLayout, Stack, StateStack, TailStack
+from pagoda.backends.jax_tpu.weights.arrange import Array, Placement, arrange_columns
 from pagoda.common.models.mixers import KimiDelta
 from pagoda.kernels_pallas.linear_recurrence import ChannelDelta, RecurrenceInputs, linear_recurrence
 
 
-class JaxKimiDelta(nnx.Module):
+class JaxKimiDelta(MixerModule):
     """One layer's delta rule. H: channels of a head; R: those of the low-rank decay, and of the low-rank gate.
 
     `inner` [K, 3 H, D]: q, k, v; `beta` [K, D]; `low_rank` [2 R, D]: decay, gate, or None; `decay`, `gate` [K, H, R],
@@ -26,7 +29,7 @@ class JaxKimiDelta(nnx.Module):
     """
 
     def __init__(self, spec: KimiDelta, width: int, build: JaxBuildContext) -> None:
-        slots = HeadLayout.of(spec, build.tensor).slots
+        slots = head_layout(spec, build.tensor).slots
         dim = spec.head_dim
         wide = build.float32()
         self.spec = spec
@@ -87,3 +90,46 @@ class JaxKimiDelta(nnx.Module):
         if self.spec.decay_bound is None:
             return -rate * jax.nn.softplus(shifted)
         return self.spec.decay_bound * jax.nn.sigmoid(rate * shifted)
+
+
+def head_layout(spec: KimiDelta, tensor: int) -> HeadLayout:
+    """Return how the heads are arranged in slots."""
+    return HeadLayout.of(heads=spec.heads, kv_heads=spec.heads, tensor=tensor, words=f"heads of {type(spec).__name__}")
+
+
+class KimiDeltaOps(RecurrentOps[KimiDelta]):
+    """What the backend knows of this kind, see `MixerOps`."""
+
+    state_flops = 6  # with k S
+
+    def module(self, spec: KimiDelta, width: int, build: JaxBuildContext) -> JaxKimiDelta:
+        return JaxKimiDelta(spec, width, build)
+
+    def placements(self, spec: KimiDelta, tensor: int) -> Iterator[tuple[str, Placement]]:
+        heads = head_layout(spec, tensor)
+        dim = spec.head_dim
+
+        def of_heads(rows: Array) -> Array:
+            return heads.keys(rows, dim)
+
+        def per_head(rows: Array) -> Array:
+            return heads.keys(rows, 1)[:, 0]
+
+        for index, name in enumerate("qkv"):
+            yield name, Placement(("inner",), (0, index * dim), of_heads)
+            yield from taps_placements(f"{name}_conv", index * dim, of_heads)
+        yield "beta", Placement(("beta",), (), per_head)
+        for index, name in enumerate(("decay", "gate")):
+            if spec.rank is not None:
+                yield f"{name}_a", Placement(("low_rank",), (index * spec.rank,))
+            yield name if spec.rank is None else f"{name}_b", Placement((name,), (), of_heads)
+        yield "decay_rate", Placement(("decay_rate",), (), per_head)
+        yield "decay_offset", Placement(("decay_offset",), (), of_heads)
+        yield "norm", Placement(("norm", "weight"))
+        yield "norm_bias", Placement(("norm", "bias"))
+        yield "o", Placement(("out",), (), lambda rows: arrange_columns(rows, of_heads))
+
+    def state_stacks(self, spec: KimiDelta, tensor: int) -> tuple[Stack, ...]:
+        slots = head_layout(spec, tensor).slots
+        dim = spec.head_dim
+        return TailStack(slots, spec.taps - 1, 3 * dim), StateStack(slots, dim, dim)

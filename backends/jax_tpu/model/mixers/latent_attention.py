@@ -11,20 +11,37 @@ attends to all tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pagoda.backends.jax_tpu.execution.step_input import PoolInput
+from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolInput
 from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, query_growth, reduced
-from pagoda.backends.jax_tpu.model.layout import HeadLayout
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
+from pagoda.backends.jax_tpu.model.mixers.ops import CostedStep, LargestStep, MixerCost, MixerModule, MixerOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.backends.jax_tpu.model.slots import HeadLayout, LatentStack, Stack
+from pagoda.backends.jax_tpu.weights.arrange import Placement, arrange_columns
 from pagoda.common.models.mixers import Indexer, LatentAttention
+from pagoda.kernels_pallas.latent_attention import LatentLayout, latent_attention
+from pagoda.kernels_pallas.latent_attention.expanded import (
+    ExpandedHeads,
+    Expansion,
+    expanded_attention,
+    plan_expansion,
+    scratch_pages,
+)
 from pagoda.kernels_pallas.latent_attention.selected import selected_attention
 from pagoda.kernels_pallas.latent_attention.write import store_latents
 from pagoda.kernels_pallas.ragged_paged_attention.plan import make_knobs
 from pagoda.kernels_pallas.token_selection import SelectedTokens, select_tokens
+
+
+def head_layout(spec: LatentAttention, tensor: int) -> HeadLayout:
+    """Return how the heads are arranged in slots."""
+    return HeadLayout.of(heads=spec.heads, kv_heads=spec.heads, tensor=tensor)
 
 
 class JaxIndexer(nnx.Module):
@@ -77,7 +94,7 @@ class JaxIndexer(nnx.Module):
         )
 
 
-class JaxLatentAttention(nnx.Module):
+class JaxLatentAttention(MixerModule):
     """One layer's latent attention.
 
     `queries` [N, H, low rank or D]; `kv_up` [N, nope + value channels, rank], the projections from the latent to a
@@ -85,7 +102,7 @@ class JaxLatentAttention(nnx.Module):
     """
 
     def __init__(self, spec: LatentAttention, width: int, build: JaxBuildContext) -> None:
-        heads = HeadLayout.of(spec, build.tensor).slots
+        heads = head_layout(spec, build.tensor).slots
         rank = spec.latent_dim
         low_rank = spec.query_rank
         self.spec = spec
@@ -141,16 +158,13 @@ class JaxLatentAttention(nnx.Module):
             selection = self.indexer.select(x, low_rank, caches[1], cache_index[2:], rotations, step)
             mixed, cache = self._attend_selected(q, latents, caches[0], cache_index, step, selection)
             attended = jnp.einsum("tnr,nvr->tnv", mixed, value_up)
-        elif isinstance(step, PoolInput):
-            mixed, cache = step.attend_latents(q, latents, caches[0], cache_index, spec)
-            attended = jnp.einsum("tnr,nvr->tnv", mixed, value_up)
         else:
-            expansion = step.expansion(cache_index, spec, q.shape[1])
-            mixed, cache = step.attend_latents(q, latents, caches[0], cache_index, spec, expansion)
+            expansion = _expansion(step, cache_index, spec, q.shape[1])
+            mixed, cache = _attend(step, q, latents, caches[0], cache_index, spec, expansion)
             attended = jnp.einsum("tnr,nvr->tnv", mixed, value_up)
             if expansion is not None:
                 q = jnp.concatenate([nope, rotary], -1)
-                attended = step.attend_expanded(q, self.kv_up[...], cache, cache_index, spec, expansion, attended)
+                attended = self._attend_expanded(q, cache, cache_index, step, expansion, attended)
         if self.gate is not None:
             attended = (
                 attended * jax.nn.sigmoid(adapted(project(x, self.gate[...]), self.gate_lora, x, step))[..., None]
@@ -172,7 +186,7 @@ class JaxLatentAttention(nnx.Module):
         spec = self.spec
         kernel = step.kernel
         batch = step.ragged(cache_index).cleaned()
-        layout = kernel.latent_layout(spec.latent_dim, spec.rope.dim)
+        layout = _latents(spec, kernel)
         layer = step.cache_layer(cache_index, cache)
         cache = store_latents(
             latents, cache, layer, batch, layout, use_kernel=kernel.use_kernel, interpret=kernel.interpret
@@ -181,6 +195,38 @@ class JaxLatentAttention(nnx.Module):
         decode_only = step.decode_only
         options = {"layout": layout, "decode_only": decode_only, **kernel.options}
         return selected_attention(q, cache, layer, batch, knobs, selection, **options), cache
+
+    def _attend_expanded(
+        self,
+        q: jax.Array,
+        cache: jax.Array,
+        cache_index: jax.Array,
+        step: AnyStep,
+        expansion: Expansion,
+        absorbed: jax.Array,
+    ) -> jax.Array:
+        """Return absorbed [T, N, V], or the outputs of expanded heads for the sequences that attend to them.
+
+        q [T, N, H]: of the heads that `kv_up` expands.
+        """
+        kernel = step.kernel
+        batch = step.ragged(cache_index)
+        layer = step.cache_layer(cache_index, cache)
+        expanded = expanded_attention(
+            q,
+            self.kv_up[...],
+            cache,
+            layer,
+            batch.cleaned(),
+            make_knobs(self.spec.scale, *(None,) * 6),
+            expansion,
+            layout=_latents(self.spec, kernel),
+            heads=_expanded_heads(self.spec, q.shape[1]),
+            **kernel.options,
+        )
+        token = jnp.arange(len(q))
+        real = (token >= step.counts[0]) & (token < step.query_start[-1]) & expansion.use
+        return jnp.where(real[:, None, None], expanded, absorbed)
 
     def low_rank(self, x: jax.Array, step: AnyStep) -> jax.Array:
         """X [T, D] -> what queries are projected from: the normalised low-rank queries, or x."""
@@ -199,3 +245,109 @@ class JaxLatentAttention(nnx.Module):
         latent = both[:, : self.spec.latent_dim]
         rotary = both[:, self.spec.latent_dim :]
         return jnp.concatenate([self.kv_a_norm(latent), rotate(rotary[:, None])[:, 0]], -1)
+
+
+def _attend(
+    step: AnyStep,
+    q: jax.Array,
+    latents: jax.Array,
+    cache: jax.Array,
+    cache_index: jax.Array,
+    spec: LatentAttention,
+    expansion: Expansion | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Write latents [T, C] into the stacked cache, then attend: absorbed q [T, N, C] -> [T, N, rank], and the cache.
+
+    `expansion`: if it is used, only decoded sequences attend.
+    """
+    kernel = step.kernel
+    batch = step.kernel_batch(cache_index, cache)
+    return latent_attention(
+        q,
+        latents,
+        cache,
+        layout=_latents(spec, kernel),
+        scale=spec.scale,
+        expansion=expansion,
+        **batch,
+        **kernel.options,
+    )
+
+
+def _expansion(step: AnyStep, cache_index: jax.Array, spec: LatentAttention, heads: int) -> Expansion | None:
+    """Return which contexts are expanded to the keys and values of `heads` heads; None if none ever are."""
+    layout = _latents(spec, step.kernel)
+    if isinstance(step, PoolInput) or step.decode_only or not _expands(layout, step.kernel):
+        return None
+    batch = step.ragged(cache_index).cleaned()
+    return plan_expansion(batch, step.shape.tokens, layout, _expanded_heads(spec, heads))
+
+
+def _latents(spec: LatentAttention, kernel: KernelChoice) -> LatentLayout:
+    return kernel.latent_layout(spec.latent_dim, spec.rope.dim)
+
+
+def _expands(layout: LatentLayout, kernel: KernelChoice) -> bool:
+    """False where the kernel writes latents only while it attends: pages of one section (float32, small pages)."""
+    return not kernel.use_kernel or layout.sections == 2
+
+
+def _expanded_heads(spec: LatentAttention, heads: int) -> ExpandedHeads:
+    return ExpandedHeads(heads, spec.nope_dim, spec.rope.dim, spec.value_dim)
+
+
+class LatentAttentionOps(MixerOps[LatentAttention]):
+    """What the backend knows of this kind, see `MixerOps`."""
+
+    def module(self, spec: LatentAttention, width: int, build: JaxBuildContext) -> JaxLatentAttention:
+        return JaxLatentAttention(spec, width, build)
+
+    def placements(self, spec: LatentAttention, tensor: int) -> Iterator[tuple[str, Placement]]:
+        heads = head_layout(spec, tensor)
+        for name in ("q_a", "q_a_bias", "kv_a", "kv_a_bias"):
+            yield name, Placement((name,))
+        for name in ("q_a_norm", "kv_a_norm"):
+            yield name, Placement((name, "weight"))
+            yield f"{name}_bias", Placement((name, "bias"))
+        for name in ("q", "q_b"):  # the one that the model has
+            yield name, Placement(("queries",), (), lambda rows: heads.keys(rows, spec.nope_dim + spec.rope.dim))
+        yield "gate", Placement(("gate",), (), lambda rows: heads.keys(rows, 1)[:, 0])
+        yield "kv_b", Placement(("kv_up",), (), lambda rows: heads.keys(rows, spec.nope_dim + spec.value_dim))
+        yield (
+            "o",
+            Placement(("out",), (), lambda rows: arrange_columns(rows, lambda rows: heads.keys(rows, spec.value_dim))),
+        )
+        yield "o_bias", Placement(("out_bias",))
+        for name in ("q", "k", "weights"):
+            yield f"indexer.{name}", Placement(("indexer", name))
+        yield "indexer.k_norm", Placement(("indexer", "k_norm", "weight"))
+        yield "indexer.k_norm_bias", Placement(("indexer", "k_norm", "bias"))
+
+    def stacks(self, spec: LatentAttention, tensor: int) -> tuple[tuple[Stack, ...], ...]:
+        latents = LatentStack(spec.latent_dim, spec.rope.dim)
+        return ((latents,),) if spec.indexer is None else ((latents,), (LatentStack(spec.indexer.head_dim, 0),))
+
+    def cost(self, spec: LatentAttention, step: CostedStep) -> MixerCost:
+        """Return the cost of absorbed attention: a latent is read once for all heads, padding included."""
+        heads = head_layout(spec, step.tensor).slots // step.tensor
+        latents = _latents(spec, step.kernel)
+        token_bytes = latents.bytes_per_page // latents.page_size
+        per_pair = heads * (latents.channels + latents.rank)
+        tokens = step.shape.tokens
+        moved = (step.load.kv_tokens + tokens) * token_bytes + tokens * per_pair * step.itemsize
+        return MixerCost(moved, 2 * step.load.pairs * per_pair)
+
+    def cache_without_scale(self, spec: LatentAttention) -> str | None:
+        return "latents (MLA)"
+
+    def scored_heads(self, spec: LatentAttention) -> int:
+        return spec.heads
+
+    def scratch_bytes(self, spec: LatentAttention, kernel: KernelChoice, tensor: int, largest: LargestStep) -> int:
+        """Return the bytes of the scratch cache of expanded heads."""
+        layout = _latents(spec, kernel)
+        expanded = _expanded_heads(spec, head_layout(spec, tensor).slots // tensor)
+        if not _expands(layout, kernel):
+            return 0
+        pages = scratch_pages(largest.tokens, largest.seqs, largest.max_pages, layout, expanded)
+        return pages * expanded.layout(layout).bytes_per_page

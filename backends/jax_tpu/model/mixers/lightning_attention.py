@@ -1,14 +1,15 @@
 """Linear attention with a constant decay per head: projections, the recurrence's kernel, the norm over all heads.
 
-A slot is one head (`layout.HeadLayout`).
+A slot is one head (`slots.HeadLayout`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from pagoda.backends.jax_tpu.model.layers import (
     Caches,
@@ -20,19 +21,21 @@ from pagoda.backends.jax_tpu.model.layers import (
     reduced,
     scale_norm,
 )
-from pagoda.backends.jax_tpu.model.layout import HeadLayout
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
+from pagoda.backends.jax_tpu.model.mixers.ops import MixerModule, RecurrentOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.backends.jax_tpu.model.slots import HeadLayout, Stack, StateStack
+from pagoda.backends.jax_tpu.weights.arrange import Array, Placement, arrange_columns
 from pagoda.common.models.mixers import LightningAttention
 from pagoda.kernels_pallas.linear_recurrence import RecurrenceInputs, ScalarDecay, linear_recurrence
 
 
-class JaxLightningAttention(nnx.Module):
+class JaxLightningAttention(MixerModule):
     """One layer's linear attention: `inner` [K, 4 H, D] for q, k, v, gate; `norm` [K, H]; `out` [D, K * H]."""
 
     def __init__(self, spec: LightningAttention, width: int, build: JaxBuildContext) -> None:
         self.spec = spec
-        self.layout = HeadLayout.of(spec, build.tensor)
+        self.layout = head_layout(spec, build.tensor)
         dim = spec.head_dim
         slots = self.layout.slots
         self.inner = build.matrix("inner", "K.D", slots, 4 * dim, width)
@@ -82,3 +85,32 @@ class JaxLightningAttention(nnx.Module):
         group = np.where(heads < 0, -1, heads * self.spec.groups // self.spec.heads)
         member = (group[:, None] == np.arange(self.spec.groups)).astype(np.float32)
         return local_part(jnp.asarray(member), slots)
+
+
+def head_layout(spec: LightningAttention, tensor: int) -> HeadLayout:
+    """Return how the heads are arranged in slots."""
+    return HeadLayout.of(heads=spec.heads, kv_heads=spec.heads, tensor=tensor, words=f"heads of {type(spec).__name__}")
+
+
+class LightningAttentionOps(RecurrentOps[LightningAttention]):
+    """What the backend knows of this kind, see `MixerOps`."""
+
+    def module(self, spec: LightningAttention, width: int, build: JaxBuildContext) -> JaxLightningAttention:
+        return JaxLightningAttention(spec, width, build)
+
+    def placements(self, spec: LightningAttention, tensor: int) -> Iterator[tuple[str, Placement]]:
+        heads = head_layout(spec, tensor)
+        dim = spec.head_dim
+
+        def of_heads(rows: Array) -> Array:
+            return heads.keys(rows, dim)
+
+        for index, name in enumerate(("q", "k", "v", "gate")):
+            yield name, Placement(("inner",), (0, index * dim), of_heads)
+        for name in ("q_norm", "k_norm"):
+            yield name, Placement((name, "weight"))
+        yield "norm", Placement(("norm",), (), of_heads)
+        yield "o", Placement(("out",), (), lambda rows: arrange_columns(rows, of_heads))
+
+    def state_stacks(self, spec: LightningAttention, tensor: int) -> tuple[Stack, ...]:
+        return (StateStack(head_layout(spec, tensor).slots, spec.head_dim, spec.head_dim),)

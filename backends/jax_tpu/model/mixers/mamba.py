@@ -5,20 +5,25 @@ Channels are divided among the devices, a slot of C channels each; the step of l
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
 
 from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, all_reduce, apply_norm, make_norm, reduced
-from pagoda.backends.jax_tpu.model.layout import padded
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
-from pagoda.backends.jax_tpu.model.mixers.convolution import convolve
+from pagoda.backends.jax_tpu.model.mixers.convolution import convolve, taps_placements
+from pagoda.backends.jax_tpu.model.mixers.ops import MixerModule, RecurrentOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.backends.jax_tpu.model.slots import Stack, StateStack, TailStack, padded
+from pagoda.backends.jax_tpu.weights.arrange import Array, Placement, arrange_columns, in_slots
 from pagoda.common.models.mixers import Mamba
 from pagoda.kernels_pallas.linear_recurrence import RecurrenceInputs, Selective, linear_recurrence
 
 
-class JaxMamba(nnx.Module):
+class JaxMamba(MixerModule):
     """One layer's state space model. S: states of a channel; R: channels of the step of low rank.
 
     `inner` [K, 2 C, D]: v, gate; `taps` [K, C, taps]; `selection` [K, R + 2 S, C]: step of low rank, b, c; `step`
@@ -80,3 +85,37 @@ class JaxMamba(nnx.Module):
         steps = project(low_rank.astype(dtype), self.step[...]).astype(jnp.float32) + self.step_offset[...]
         keys = tuple(jnp.broadcast_to(part[:, None], (tokens, slots, self.spec.state_dim)) for part in (c, b))
         return RecurrenceInputs(keys, (v, jax.nn.softplus(steps)), (-jnp.exp(self.decay_rate[...]),))
+
+
+class MambaOps(RecurrentOps[Mamba]):
+    """What the backend knows of this kind, see `MixerOps`."""
+
+    def module(self, spec: Mamba, width: int, build: JaxBuildContext) -> JaxMamba:
+        return JaxMamba(spec, width, build)
+
+    def placements(self, spec: Mamba, tensor: int) -> Iterator[tuple[str, Placement]]:
+        of_slots = partial(in_slots, tensor)
+        rank = spec.step_rank
+        states = spec.state_dim
+        channels = padded(spec.channels, tensor) // tensor
+
+        def columns(rows: Array) -> Array:
+            return np.moveaxis(of_slots(rows.T), -1, 1)  # [slots, rows, C]
+
+        for index, name in enumerate(("v", "gate")):
+            for suffix in ("", "_bias"):
+                yield f"{name}{suffix}", Placement((f"inner{suffix}",), (0, index * channels), of_slots)
+        yield from taps_placements("v_conv", 0, of_slots)
+        for name, start in (("step_a", 0), ("b", rank), ("c", rank + states)):
+            yield name, Placement(("selection",), (0, start), columns)
+            yield f"{name}_norm", Placement((f"{name}_norm", "weight"))
+            yield f"{name}_norm_bias", Placement((f"{name}_norm", "bias"))
+        yield "decay_rate", Placement(("decay_rate",), (), lambda rows: of_slots(rows).swapaxes(1, 2))
+        for name in ("step", "step_offset", "skip"):
+            yield name, Placement((name,), (), of_slots)
+        yield "o", Placement(("out",), (), lambda rows: arrange_columns(rows, of_slots))
+        yield "o_bias", Placement(("out_bias",))
+
+    def state_stacks(self, spec: Mamba, tensor: int) -> tuple[Stack, ...]:
+        width = padded(spec.channels, tensor) // tensor
+        return TailStack(tensor, spec.taps - 1, width), StateStack(tensor, spec.state_dim, width)

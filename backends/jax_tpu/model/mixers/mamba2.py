@@ -1,28 +1,31 @@
 """Mamba-2 over recurrent state: projections, the causal convolution, the recurrence's kernel, the norm of each group.
 
-Heads are arranged in slots (`layout.HeadLayout`): a slot has the b and c of one group, and G of its heads. With more
+Heads are arranged in slots (`slots.HeadLayout`): a slot has the b and c of one group, and G of its heads. With more
 devices than groups a group is copied to several slots, which divide its heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, local_part, reduced, scale_norm
-from pagoda.backends.jax_tpu.model.layout import HeadLayout
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
-from pagoda.backends.jax_tpu.model.mixers.convolution import convolve
+from pagoda.backends.jax_tpu.model.mixers.convolution import convolve, taps_placements
+from pagoda.backends.jax_tpu.model.mixers.ops import MixerModule, RecurrentOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.backends.jax_tpu.model.slots import HeadLayout, Stack, StateStack, TailStack
 from pagoda.backends.jax_tpu.parallel import MODEL
+from pagoda.backends.jax_tpu.weights.arrange import Array, Placement, arrange_columns
 from pagoda.common.models.mixers import Mamba2
 from pagoda.common.models.primitives import Norm
 from pagoda.kernels_pallas.linear_recurrence import RecurrenceInputs, ScalarDecay, linear_recurrence
 
 
-class JaxMamba2(nnx.Module):
+class JaxMamba2(MixerModule):
     """One layer's state space model. W: G heads of H channels.
 
     `inner` [K, n, D]: per slot v [W], b, c, the gate [W]; `steps` [K, G, D]; `taps` [K, W + b + c, taps];
@@ -30,7 +33,7 @@ class JaxMamba2(nnx.Module):
     """
 
     def __init__(self, spec: Mamba2, width: int, build: JaxBuildContext) -> None:
-        layout = HeadLayout.of(spec, build.tensor)
+        layout = head_layout(spec, build.tensor)
         wide = build.float32()
         slots = layout.slots
         group = layout.group
@@ -111,3 +114,49 @@ class JaxMamba2(nnx.Module):
             sums = jnp.matmul(sums, local_part(jnp.asarray(same_group), self.slots).T, precision="highest")
         mean = sums[..., None] / (self.spec.width // self.spec.groups)
         return scale_norm(heads, mean, norm, None if self.norm is None else self.norm[...])
+
+
+def head_layout(spec: Mamba2, tensor: int) -> HeadLayout:
+    """Return how the heads are arranged in slots."""
+    return HeadLayout.of(heads=spec.heads, kv_heads=spec.groups, tensor=tensor, words=f"heads of {type(spec).__name__}")
+
+
+class Mamba2Ops(RecurrentOps[Mamba2]):
+    """What the backend knows of this kind, see `MixerOps`."""
+
+    def module(self, spec: Mamba2, width: int, build: JaxBuildContext) -> JaxMamba2:
+        return JaxMamba2(spec, width, build)
+
+    def placements(self, spec: Mamba2, tensor: int) -> Iterator[tuple[str, Placement]]:
+        heads = head_layout(spec, tensor)
+        size = spec.state_dim
+        width = heads.group * spec.head_dim
+
+        def values(rows: Array) -> Array:
+            return heads.queries(rows, spec.head_dim).reshape(heads.slots, width, *rows.shape[1:])
+
+        def keys(rows: Array) -> Array:
+            return heads.keys(rows, size)
+
+        def per_head(rows: Array) -> Array:
+            return heads.queries(rows, 1).reshape(heads.slots, heads.group, *rows.shape[1:])
+
+        parts = (("v", 0, values), ("b", width, keys), ("c", width + size, keys))
+        for name, start, arrange in (*parts, ("gate", width + 2 * size, values)):
+            for suffix in ("", "_bias"):
+                yield f"{name}{suffix}", Placement((f"inner{suffix}",), (0, start), arrange)
+        for suffix in ("", "_bias"):
+            yield f"step{suffix}", Placement((f"steps{suffix}",), (), per_head)
+        for name, start, arrange in parts:
+            yield from taps_placements(f"{name}_conv", start, arrange)
+        for name in ("decay_rate", "step_offset", "skip"):
+            yield name, Placement((name,), (), per_head)
+        yield "norm", Placement(("norm",), (), values)
+        yield "o", Placement(("out",), (), lambda rows: arrange_columns(rows, values))
+        yield "o_bias", Placement(("out_bias",))
+
+    def state_stacks(self, spec: Mamba2, tensor: int) -> tuple[Stack, ...]:
+        heads = head_layout(spec, tensor)
+        width = heads.group * spec.head_dim
+        tail = TailStack(heads.slots, spec.taps - 1, width + 2 * spec.state_dim)
+        return tail, StateStack(heads.slots, spec.state_dim, width)

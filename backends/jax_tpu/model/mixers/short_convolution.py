@@ -4,19 +4,23 @@ channel, little beside the layer's weights, so a kernel has nothing to save.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, reduced
-from pagoda.backends.jax_tpu.model.layout import padded
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
-from pagoda.backends.jax_tpu.model.mixers.convolution import convolve
+from pagoda.backends.jax_tpu.model.mixers.convolution import convolve, taps_placements
+from pagoda.backends.jax_tpu.model.mixers.ops import MixerModule, RecurrentOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
+from pagoda.backends.jax_tpu.model.slots import Stack, TailStack, padded
+from pagoda.backends.jax_tpu.weights.arrange import Placement, arrange_columns, in_slots
 from pagoda.common.models.mixers import ShortConvolution
 
 
-class JaxShortConvolution(nnx.Module):
+class JaxShortConvolution(MixerModule):
     """One layer's convolution, its channels in a slot per device: `inner` [K, 3 C, D] for b, c, v; `taps` [K, C, taps];
     `out` [D, K * C].
     """
@@ -51,3 +55,23 @@ class JaxShortConvolution(nnx.Module):
         gated = (mixed * c).astype(x.dtype).reshape(len(x), -1)
         out = reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step)
         return (out if self.out_bias is None else out + self.out_bias[...]), (tails,)
+
+
+class ShortConvolutionOps(RecurrentOps[ShortConvolution]):
+    """What the backend knows of this kind, see `MixerOps`."""
+
+    def module(self, spec: ShortConvolution, width: int, build: JaxBuildContext) -> JaxShortConvolution:
+        return JaxShortConvolution(spec, width, build)
+
+    def placements(self, spec: ShortConvolution, tensor: int) -> Iterator[tuple[str, Placement]]:
+        of_slots = partial(in_slots, tensor)
+        channels = padded(spec.channels, tensor) // tensor
+        for index, name in enumerate("bcv"):
+            for suffix in ("", "_bias"):
+                yield f"{name}{suffix}", Placement((f"inner{suffix}",), (0, index * channels), of_slots)
+        yield from taps_placements("conv", 0, of_slots)
+        yield "o", Placement(("out",), (), lambda rows: arrange_columns(rows, of_slots))
+        yield "o_bias", Placement(("out_bias",))
+
+    def state_stacks(self, spec: ShortConvolution, tensor: int) -> tuple[Stack, ...]:
+        return (TailStack(tensor, spec.taps - 1, padded(spec.channels, tensor) // tensor),)

@@ -18,14 +18,17 @@ from support.servers.hub_configs import GENERATORS
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, Report, legend, times_of
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, full_step, roofline_cost
 from pagoda.backends.jax_tpu.ahead_of_time.schedule import Awaited, Begun, Exchange, exposed_seconds, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
-from pagoda.backends.jax_tpu.execution.program_keys import Forward, LogitsProgram, Sample, StepProgramSet, WriteAdapter
+from pagoda.backends.jax_tpu.execution.logit_programs import AdjustLogits, MaskLogits, PenaliseLogits, Sample
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.shapes import check_tables
+from pagoda.backends.jax_tpu.execution.step_programs import Forward, WriteAdapter
 from pagoda.backends.jax_tpu.memory.plan import GIB, Budget, activation_bytes, plan_blocks, weight_bytes, with_devices
+from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.backends.jax_tpu.model.parameters import LoraForm
+from pagoda.backends.jax_tpu.model.roofline import full_step
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
@@ -306,7 +309,7 @@ def test_one_chip_is_a_separate_host(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_roofline_cost_of_a_step() -> None:
     model = model_on(find_target("cpu"), LLAMA_8B, 1)
     shape = StepShape(64, 64, 8, 1, True)
-    needed = roofline_cost(model, Forward(shape), BatchLoad(64 * 1024, 64 * 1024))
+    needed = Forward(shape).cost(model, BatchLoad(64 * 1024, 64 * 1024))
     chip = CHIPS["v6e"]
     layers = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
     assert needed.flops == pytest.approx(2 * 64 * (layers + 128256 * 4096), rel=1e-3)
@@ -314,7 +317,7 @@ def test_roofline_cost_of_a_step() -> None:
     assert needed.kernel_bytes == pytest.approx(64 * 1025 * 131072, rel=0.01)
     assert needed.kernel_flops == 4 * 64 * 1024 * 4096 * 32
     assert needed.seconds(chip) == needed.memory_seconds(chip) == pytest.approx(0.0144, rel=0.02)
-    half = roofline_cost(with_devices(model, 2), Forward(shape), BatchLoad(64 * 1024, 64 * 1024))
+    half = Forward(shape).cost(with_devices(model, 2), BatchLoad(64 * 1024, 64 * 1024))
     assert half.kernel_bytes == needed.kernel_bytes // 2
     assert half.bytes == pytest.approx(needed.bytes / 2, rel=0.01)
 
@@ -322,7 +325,7 @@ def test_roofline_cost_of_a_step() -> None:
 def test_roofline_cost_of_experts() -> None:
     """Of the routed experts a token reads its chosen ones; of the shared one, the router and the gate all."""
     model = model_on(find_target("cpu"), GENERATORS["Qwen1.5-MoE-A2.7B"], 1)
-    needed = roofline_cost(model, Forward(StepShape(1, 1, 8, 1, True)), BatchLoad(1, 1))
+    needed = Forward(StepShape(1, 1, 8, 1, True)).cost(model, BatchLoad(1, 1))
     layer = 4 * 2048 * 2048 + 3 * 2048 * (4 * 1408 + 5632) + 61 * 2048
     assert needed.flops == pytest.approx(2 * (2 * layer + 151936 * 2048), rel=1e-3)
     assert needed.bytes == pytest.approx(2 * (2 * layer + 151936 * 2048), rel=1e-3)
@@ -348,7 +351,7 @@ def test_a_shared_block_is_stored_once_and_read_by_every_layer() -> None:
     own = 3 * 128 * 2 * 4096 + 128 * (2048 + 2 * 8192) + 2048 * 2048
     assert weight_bytes(twice) - weight_bytes(once) == 2 * own
     step, load = Forward(StepShape(1, 1, 8, 1, True)), BatchLoad(1, 1)
-    more = roofline_cost(twice, step, load).bytes - roofline_cost(once, step, load).bytes
+    more = step.cost(twice, load).bytes - step.cost(once, load).bytes
     assert more == pytest.approx(2 * (block + own), rel=1e-3)
     limits = Limits(max_model_len=64, max_num_batched_tokens=100, max_num_seqs=1, block_size=16)
     wide = model_on(find_target("cpu"), {**config, "layers_block_type": ["mamba"] * 2 + ["hybrid"]}, 1)
@@ -536,7 +539,7 @@ def test_no_step_is_faster_than_its_roofline(topology: str) -> None:
     assert target.chip is not None
     for config, keys in (
         (MOE, [Forward(StepShape(64, 64, 8, 1, True))]),
-        (LLAMA_8B, [Sample(256, "filtered"), LogitsProgram("penalise", 256)]),
+        (LLAMA_8B, [Sample(256, "filtered"), PenaliseLogits(256)]),
     ):
         model = model_on(target, config, 1)
         program_set = StepProgramSet(model, StepShapes.of(LIMITS, 1), (BLOCKS,), LIMITS.max_num_seqs)
@@ -554,7 +557,7 @@ def test_penalties_of_256_rows_take_half_a_millisecond() -> None:
     assert target.chip is not None
     program_set = StepProgramSet(model_on(target, LLAMA_8B, 1), StepShapes.of(LIMITS, 1), (BLOCKS,), 256)
     logits = 256 * 128256 * 4
-    for key in (LogitsProgram("penalise", 256), LogitsProgram("mask", 256, 256), LogitsProgram("adjust", 256)):
+    for key in (PenaliseLogits(256), MaskLogits(256, rows=256), AdjustLogits(256)):
         (program,) = compile_programs(program_set, [key])
         times = times_of(program, target.chip)
         assert times is not None

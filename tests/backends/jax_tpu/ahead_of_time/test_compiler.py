@@ -10,7 +10,7 @@ pytest.importorskip("flax")
 
 import support.devices.jax_devices  # noqa: F401
 
-from pagoda.backends.jax_tpu.execution.program_keys import compiler_options
+from pagoda.backends.jax_tpu.execution.program_kind import compiler_options
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
 from pagoda.kernels_pallas.chips import CHIPS
 

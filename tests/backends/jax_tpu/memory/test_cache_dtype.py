@@ -19,10 +19,10 @@ from support.engines.reference_driver import Driver, random_weights, tiny_spec
 from support.suite.slow_matrix import thinned
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
-from pagoda.backends.jax_tpu.execution.program_keys import Forward
+from pagoda.backends.jax_tpu.execution.step_programs import Forward
 from pagoda.backends.jax_tpu.memory.kv_scales import HEADROOM, KV_SCALE
 from pagoda.backends.jax_tpu.memory.plan import cache_dtype
+from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
@@ -129,9 +129,7 @@ def test_half_the_bytes_stored_and_read() -> None:
     )
     assert plain.block_bytes == (2 * 2 * 8 * 128 * 128 * 2,)
     assert small.block_bytes == (plain.block_bytes[0] // 2,)
-    assert roofline_cost(small, STEP, load).kernel_bytes == pytest.approx(
-        roofline_cost(plain, STEP, load).kernel_bytes / 2, rel=0.02
-    )
+    assert STEP.cost(small, load).kernel_bytes == pytest.approx(STEP.cost(plain, load).kernel_bytes / 2, rel=0.02)
 
 
 @pytest.mark.setting("--kv-cache-dtype")

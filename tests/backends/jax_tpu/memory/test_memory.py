@@ -16,8 +16,10 @@ from support.engines.reference_driver import tiny_spec
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import find_target, model_for
 from pagoda.backends.jax_tpu.execution import programs as program_module
-from pagoda.backends.jax_tpu.execution.program_keys import Forward, Sample, StepProgramSet
-from pagoda.backends.jax_tpu.memory.measure import ProgramNeeds, exact_blocks, kind_of, largest_programs, recorded_needs
+from pagoda.backends.jax_tpu.execution.logit_programs import Sample
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
+from pagoda.backends.jax_tpu.execution.step_programs import Forward
+from pagoda.backends.jax_tpu.memory.measure import ProgramNeeds, exact_blocks, largest_programs, recorded_needs
 from pagoda.backends.jax_tpu.memory.plan import GIB, ProgramMemory, plan_memory, rounded_blocks
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
@@ -57,7 +59,7 @@ def test_needs_are_those_of_the_largest_programs_and_measured_once(tmp_path: Pat
     assert Forward(forward) in asked
     assert Sample(16, "filtered") in asked
     assert Sample(8, "filtered") not in asked
-    assert {kind_of(key) for key in program_set} == set(largest_programs(program_set))
+    assert {key.variant for key in program_set} == set(largest_programs(program_set))
     history = 17 * 65 * 4 + 2 * 17 * program_set.counts.shape[1]
     assert needs == ProgramNeeds(5 * MIB, 6 * MIB, 2 * MIB * len(list(program_set)), history)
     asked.clear()

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("flax")
 
-from pagoda.backends.jax_tpu.model.layout import HeadLayout, KvStack, build_cache_index, segments
+from pagoda.backends.jax_tpu.model.layout import build_cache_index, segments
+from pagoda.backends.jax_tpu.model.slots import HeadLayout, KvStack
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.steps.shapes import StepShapes
@@ -29,9 +30,9 @@ def test_every_head_is_in_a_slot_of_its_kv_head(kv_heads: int, per_head: int, te
     heads = kv_heads * per_head
     if tensor > heads:
         with pytest.raises(ConfigError, match=f"use {heads} or less"):
-            HeadLayout.of(attention(heads, kv_heads), tensor)
+            HeadLayout.of(heads=heads, kv_heads=kv_heads, tensor=tensor)
         return
-    layout = HeadLayout.of(attention(heads, kv_heads), tensor)
+    layout = HeadLayout.of(heads=heads, kv_heads=kv_heads, tensor=tensor)
     assert layout.slots % tensor == 0
     assigned = layout.heads_of[layout.heads_of >= 0]
     assert sorted(assigned) == list(range(heads))
@@ -45,12 +46,12 @@ def test_every_head_is_in_a_slot_of_its_kv_head(kv_heads: int, per_head: int, te
     [(32, 8, 8, 8, 4), (64, 8, 16, 16, 4), (32, 8, 1, 8, 4), (9, 3, 1, 3, 3), (9, 3, 2, 4, 3)],
 )
 def test_common_layouts(heads: int, kv_heads: int, tensor: int, slots: int, group: int) -> None:
-    layout = HeadLayout.of(attention(heads, kv_heads), tensor)
+    layout = HeadLayout.of(heads=heads, kv_heads=kv_heads, tensor=tensor)
     assert (layout.slots, layout.group) == (slots, group)
 
 
 def test_heads_in_order_are_not_copied() -> None:
-    layout, rows = HeadLayout.of(attention(4, 2), 2), np.arange(4 * 8 * 3).reshape(32, 3)
+    layout, rows = HeadLayout.of(heads=4, kv_heads=2, tensor=2), np.arange(4 * 8 * 3).reshape(32, 3)
     assert np.shares_memory(layout.queries(rows, 8), rows)
 
 

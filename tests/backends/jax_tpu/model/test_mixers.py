@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +20,11 @@ from support.engines.reference_driver import random_weights, tiny_spec
 from support.engines.reference_engine import engine, generate
 from support.suite.slow_matrix import some
 
+from pagoda.backends import jax_tpu
 from pagoda.backends.jax_tpu import pooling as jax_pooling
 from pagoda.backends.jax_tpu.backend import create
+from pagoda.backends.jax_tpu.model.mixers.registry import MIXERS
+from pagoda.backends.jax_tpu.supported import SUPPORTED
 from pagoda.backends.jax_tpu.weights.formats import matrix_formats
 from pagoda.backends.reference import pooling as reference
 from pagoda.backends.reference.model.naive.model import NaiveModel
@@ -195,3 +200,15 @@ def test_8_bit_matrices_of_other_mixers() -> None:
     exact = NaiveModel(spec, random_weights(spec), max_len=64).logits(PROMPT)
     rounded = JaxModel(spec, random_weights(spec), 64, formats=formats).logits(PROMPT)
     assert 1e-4 < (exact - rounded).norm() / exact.norm() < 0.05
+
+
+def test_every_kind_that_is_supported_has_a_room() -> None:
+    assert set(MIXERS) == set(SUPPORTED.mixers)
+
+
+def test_kinds_are_named_in_their_rooms_alone() -> None:
+    names = re.compile(rf"\b({'|'.join(kind.__name__ for kind in MIXERS)})\b")
+    folder = Path(jax_tpu.__path__[0])
+    rooms = folder / "model" / "mixers"
+    others = (path for path in folder.rglob("*.py") if rooms not in path.parents)
+    assert not [str(path.relative_to(folder)) for path in others if names.search(path.read_text(encoding="utf-8"))]

@@ -22,7 +22,7 @@ from pagoda.backends.jax_tpu.model import layers
 from pagoda.backends.jax_tpu.model.layers import MlpFfn, MoeFfn, route
 from pagoda.backends.jax_tpu.model.parameters import GroupedMatrix, JaxBuildContext
 from pagoda.backends.jax_tpu.parallel import make_mesh, partition
-from pagoda.backends.jax_tpu.weights.formats import MatrixFormat
+from pagoda.backends.jax_tpu.weights.arrange import MatrixFormat
 from pagoda.backends.reference.model import ops
 from pagoda.common.models.spec import ExpertGroups, Mlp, Moe, Router, SparseMixer
 from pagoda.kernels_pallas.grouped_matmul import grouped_matmul

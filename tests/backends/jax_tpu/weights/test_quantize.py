@@ -21,11 +21,13 @@ from support.engines.reference_driver import Driver, random_weights, tiny_spec
 from support.suite.slow_matrix import thinned
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
-from pagoda.backends.jax_tpu.ahead_of_time.roofline import BatchLoad, roofline_cost
-from pagoda.backends.jax_tpu.execution.program_keys import Forward, StepProgramSet
+from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
+from pagoda.backends.jax_tpu.execution.step_programs import Forward
 from pagoda.backends.jax_tpu.memory.plan import weight_bytes
+from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad
 from pagoda.backends.jax_tpu.model.parameters import ChannelMatrix, JaxBuildContext, project, quantize
-from pagoda.backends.jax_tpu.weights.formats import MatrixFormat, matrix_formats
+from pagoda.backends.jax_tpu.weights.arrange import MatrixFormat
+from pagoda.backends.jax_tpu.weights.formats import matrix_formats
 from pagoda.backends.jax_tpu.weights.packing import quantize_groups, stored_numbers
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.common.config.engine import Limits
@@ -249,7 +251,7 @@ def test_half_the_bytes_stored_and_read() -> None:
     layers = 4 * 2 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
     rest = weight_bytes(plain) - layers
     assert weight_bytes(small) == pytest.approx(rest + layers / 2, rel=2e-3)
-    needs = [roofline_cost(model, DECODE, BatchLoad(0, 0)).bytes for model in (plain, small)]
+    needs = [DECODE.cost(model, BatchLoad(0, 0)).bytes for model in (plain, small)]
     assert needs[1] == pytest.approx(needs[0] / 2, rel=0.02)
 
 

@@ -1,0 +1,46 @@
+"""What the backend knows of every kind of mixer, by kind: whoever needs a fact of a mixer asks `ops_of`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pagoda.backends.jax_tpu.model.mixers.attention import AttentionOps
+from pagoda.backends.jax_tpu.model.mixers.gated_delta import GatedDeltaOps
+from pagoda.backends.jax_tpu.model.mixers.kimi_delta import KimiDeltaOps
+from pagoda.backends.jax_tpu.model.mixers.latent_attention import LatentAttentionOps
+from pagoda.backends.jax_tpu.model.mixers.lightning_attention import LightningAttentionOps
+from pagoda.backends.jax_tpu.model.mixers.mamba import MambaOps
+from pagoda.backends.jax_tpu.model.mixers.mamba2 import Mamba2Ops
+from pagoda.backends.jax_tpu.model.mixers.ops import MixerOps, MixerT
+from pagoda.backends.jax_tpu.model.mixers.short_convolution import ShortConvolutionOps
+from pagoda.common.models.mixers import (
+    Attention,
+    GatedDelta,
+    KimiDelta,
+    LatentAttention,
+    LightningAttention,
+    Mamba,
+    Mamba2,
+    ShortConvolution,
+)
+from pagoda.common.models.supported import unsupported_mixer
+
+MIXERS: Final[Mapping[type, MixerOps[Any]]] = {
+    Attention: AttentionOps(),
+    GatedDelta: GatedDeltaOps(),
+    KimiDelta: KimiDeltaOps(),
+    LatentAttention: LatentAttentionOps(),
+    LightningAttention: LightningAttentionOps(),
+    Mamba: MambaOps(),
+    Mamba2: Mamba2Ops(),
+    ShortConvolution: ShortConvolutionOps(),
+}
+
+
+def ops_of(mixer: MixerT) -> MixerOps[MixerT]:
+    """Return what the backend knows of the mixer's kind. Raise ModelError for a kind that it does not have."""
+    ops = MIXERS.get(type(mixer))
+    if ops is None:
+        raise unsupported_mixer(mixer)
+    return ops
