@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, padded
 from pagoda.backends.torch_cuda.kernels.attention.token_selection.kernel import ordered
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, arguments_of
 from pagoda.common.models.mixers import BlockIndexer
 from pagoda.common.models.primitives import Norm
@@ -74,6 +75,9 @@ def score(
     tl.store(scores + query * blocks + block, best, scored)
 
 
+_SCORE: Final = BoundKernel(score)
+
+
 @triton.jit(do_not_specialize=["kv_tables", "rows", "lens", "kv_table_stride", "blocks"])
 def select(
     scores, kv_tables, rows, lens, selected, selected_lens, kv_table_stride, blocks,
@@ -127,6 +131,9 @@ def select(
     tl.store(selected_lens + query, (written - count) * TOKENS + length)  # the last block is the query's own
 
 
+_SELECT: Final = BoundKernel(select)
+
+
 def launch(
     q: Tensor,
     cache: Tensor,
@@ -146,13 +153,31 @@ def launch(
         return
     blocks = scores.shape[2]
     of_score = _constants(score, spec, heads, cache.shape[1], several)
-    score[(triton.cdiv(tokens, of_score["TILE"]), blocks)](
-        q, cache, tables, rows, lens, scores, tokens, tables.stride(0), blocks, **of_score, num_warps=SCORE_WARPS
-    )  # fmt: skip
-    select[(tokens, heads)](
-        scores, kv_tables, rows, lens, selected, selected_lens, kv_tables.stride(0), blocks,
-        **_constants(select, spec, heads, cache.shape[1], several), num_warps=SELECT_WARPS,
-    )  # fmt: skip
+    _SCORE[(triton.cdiv(tokens, of_score["TILE"]), blocks)](
+        q=q,
+        cache=cache,
+        tables=tables,
+        rows=rows,
+        lens=lens,
+        scores=scores,
+        tokens=tokens,
+        table_stride=tables.stride(0),
+        blocks=blocks,
+        **of_score,
+        num_warps=SCORE_WARPS,
+    )
+    _SELECT[(tokens, heads)](
+        scores=scores,
+        kv_tables=kv_tables,
+        rows=rows,
+        lens=lens,
+        selected=selected,
+        selected_lens=selected_lens,
+        kv_table_stride=kv_tables.stride(0),
+        blocks=blocks,
+        **_constants(select, spec, heads, cache.shape[1], several),
+        num_warps=SELECT_WARPS,
+    )
 
 
 def _constants(function: Any, spec: BlockIndexer, heads: int, page: int, several: bool) -> dict[str, int]:

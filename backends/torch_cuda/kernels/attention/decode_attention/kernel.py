@@ -494,7 +494,7 @@ def reduce(
     tl.store(out + query * V + dims, result.to(out.dtype.element_ty), mask=dims < V)
 
 
-_REDUCE: Final = BoundKernel(reduce)
+REDUCE: Final = BoundKernel(reduce)
 
 
 class DecodeLaunch:
@@ -526,15 +526,16 @@ class DecodeLaunch:
         self._heads = kv_heads * group
         self._partial = query_len, self._heads, shape.values
         self._blocks = kv_heads * -(-group * query_len // use.ROWS)
+        same = keys.stride(0) == values.stride(0) and dim == shape.values
         self._attend = _ATTEND.fixed(
-            keys,
-            values,
-            rules.slopes,
-            rules.k_scale,
-            rules.v_scale,
-            factor(rules.scale, rules.softcap),
-            keys.stride(0),
-            None if keys.stride(0) == values.stride(0) and dim == shape.values else values.stride(0),
+            keys=keys,
+            values=values,
+            slopes=rules.slopes,
+            k_scale=rules.k_scale,
+            v_scale=rules.v_scale,
+            scale=factor(rules.scale, rules.softcap),
+            page_stride=keys.stride(0),
+            value_page_stride=None if same else values.stride(0),
             KV_HEADS=kv_heads,
             GROUP=group,
             H=dim,
@@ -548,7 +549,7 @@ class DecodeLaunch:
             num_stages=use.num_stages,
             **common,
         )
-        self._reduce = _REDUCE.fixed(HEADS=self._heads, CHUNK=CHUNK, **common)
+        self._reduce = REDUCE.fixed(HEADS=self._heads, CHUNK=CHUNK, **common)
 
     def __call__(
         self,
@@ -565,8 +566,20 @@ class DecodeLaunch:
         stride = tables.stride(0)
         if work is None and splits == 1:
             grid = (self._blocks, 1, seqs)
-            arrays = (q, tables, kv_lens, query_counts, None, out)
-            self._attend(grid, *arrays, None, None, None, self._sinks, stride)
+            self._attend(
+                grid,
+                q=q,
+                tables=tables,
+                kv_lens=kv_lens,
+                query_counts=query_counts,
+                items=None,
+                out=out,
+                partial=None,
+                tops=None,
+                sums=None,
+                sinks=self._sinks,
+                table_stride=stride,
+            )
             return
         items = None
         merges = None
@@ -579,9 +592,33 @@ class DecodeLaunch:
             direct_sinks = self._sinks
             grid = (self._blocks, items.shape[0], 1)
             slots = work.num_slots
-        parts = scratch(slots, *self._partial, q.device)
-        self._attend(grid, q, tables, kv_lens, query_counts, items, out, *parts, direct_sinks, stride)
-        self._reduce((self._heads, q.shape[0]), *parts, kv_lens, query_counts, merges, self._sinks, out, splits)
+        partial, tops, sums = scratch(slots, *self._partial, q.device)
+        self._attend(
+            grid,
+            q=q,
+            tables=tables,
+            kv_lens=kv_lens,
+            query_counts=query_counts,
+            items=items,
+            out=out,
+            partial=partial,
+            tops=tops,
+            sums=sums,
+            sinks=direct_sinks,
+            table_stride=stride,
+        )
+        self._reduce(
+            (self._heads, q.shape[0]),
+            partial=partial,
+            tops=tops,
+            sums=sums,
+            kv_lens=kv_lens,
+            query_counts=query_counts,
+            merges=merges,
+            sinks=self._sinks,
+            out=out,
+            splits=splits,
+        )
 
 
 def scratch(

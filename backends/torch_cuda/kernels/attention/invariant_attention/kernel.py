@@ -24,6 +24,7 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.kernels.attention.alibi import behind
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention.kernel import LOG2E, NOTHING, base2, inside, tanh
 from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, ScoreRules, padded
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.fp8_convert import decode, native
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, Settings, settings
 
@@ -223,10 +224,30 @@ def attend(
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         for span in range(first // SPAN, spans):
             of_top, of_total, of_acc = attend_span(
-                x, tl.maximum(span * SPAN, first_tile), tl.minimum((span + 1) * SPAN, end), first,
-                last_position, lowest, positions, slope, table, keys, values, scale, softcap, page_stride,
-                value_page_stride, HEAD_DIM, VALUE_DIM, PAGE, ROOT, k_scale is not None, NATIVE, BLOCK_N, BLOCK_V,
-            )  # fmt: skip
+                x,
+                tl.maximum(span * SPAN, first_tile),
+                tl.minimum((span + 1) * SPAN, end),
+                first,
+                last_position,
+                lowest,
+                positions,
+                slope,
+                table,
+                keys,
+                values,
+                scale,
+                softcap,
+                page_stride,
+                value_page_stride,
+                HEAD_DIM,
+                VALUE_DIM,
+                PAGE,
+                ROOT,
+                k_scale is not None,
+                NATIVE,
+                BLOCK_N,
+                BLOCK_V,
+            )
             top, total, acc = merged(top, total, acc, of_top, of_total, of_acc)
         result = scaled(total, acc, v_scale)
         out += row * out_stride
@@ -240,15 +261,38 @@ def attend(
         totals += before
         for span in range(first // SPAN + tl.program_id(2), spans, tl.num_programs(2)):
             of_top, of_total, of_acc = attend_span(
-                x, tl.maximum(span * SPAN, first_tile), tl.minimum((span + 1) * SPAN, end), first,
-                last_position, lowest, positions, slope, table, keys, values, scale, softcap, page_stride,
-                value_page_stride, HEAD_DIM, VALUE_DIM, PAGE, ROOT, k_scale is not None, NATIVE, BLOCK_N, BLOCK_V,
-            )  # fmt: skip
+                x,
+                tl.maximum(span * SPAN, first_tile),
+                tl.minimum((span + 1) * SPAN, end),
+                first,
+                last_position,
+                lowest,
+                positions,
+                slope,
+                table,
+                keys,
+                values,
+                scale,
+                softcap,
+                page_stride,
+                value_page_stride,
+                HEAD_DIM,
+                VALUE_DIM,
+                PAGE,
+                ROOT,
+                k_scale is not None,
+                NATIVE,
+                BLOCK_N,
+                BLOCK_V,
+            )
             at = (token * heads + head) * slots + span
             pointers = out + at[:, None] * VALUE_DIM + value_channels[None, :]
             tl.store(pointers, of_acc, mask=inside(real, BLOCK_V, VALUE_DIM))
             tl.store(tops + at, of_top, mask=real)
             tl.store(totals + at, of_total, mask=real)
+
+
+_ATTEND: Final = BoundKernel(attend)
 
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=_PER_STEP)
@@ -286,6 +330,9 @@ def merge(
     tl.store(pointers, scaled(total, acc, v_scale).to(out.dtype.element_ty), mask=kept)
 
 
+_MERGE: Final = BoundKernel(merge)
+
+
 def launch(
     q: Tensor,
     keys: Tensor,
@@ -310,7 +357,8 @@ def launch(
     if float8:
         keys = keys.view(torch.uint8)
         values = values.view(torch.uint8)
-    value_strides = (None, None) if value_dim == head_dim else (values.stride(0), values.stride(1))
+    same = value_dim == head_dim
+    scale, softcap = base2(rules.scale, rules.softcap)
     own_tile = query_tile(group, head_dim, q.dtype, chip)
     if tokens.tiles is None:
         tile = own_tile
@@ -333,19 +381,58 @@ def launch(
         target = torch.empty(count, slots, value_dim, dtype=torch.float32, device=q.device)
         tops, totals = torch.empty(2, count, slots, dtype=torch.float32, device=q.device)
     common = {"VALUE_DIM": value_dim, "QUERY_LEN": tokens.query_len, "SPAN": span, "enable_fp_fusion": False}
-    attend[(programs, kv_heads, workers)](
-        q, keys, values, tables, tokens.kv_lens, tokens.query_counts, tokens.query_start, tokens.tiles, tops, totals,
-        rules.sinks if workers == 1 else None, rules.slopes, rules.k_scale, rules.v_scale if workers == 1 else None,
-        target, *base2(rules.scale, rules.softcap), rules.window, slots,
-        q.stride(0), out.stride(0), tables.stride(0), keys.stride(0), value_strides[0], keys.stride(1),
-        value_strides[1], GROUP=group, HEAD_DIM=head_dim, PAGE=page, TILE=tile, ROOT=rules.root,
-        NATIVE=native(chip, keys), **common, **sizes,
-    )  # fmt: skip
+    _ATTEND[(programs, kv_heads, workers)](
+        q=q,
+        keys=keys,
+        values=values,
+        tables=tables,
+        kv_lens=tokens.kv_lens,
+        query_counts=tokens.query_counts,
+        query_start=tokens.query_start,
+        tiles=tokens.tiles,
+        tops=tops,
+        totals=totals,
+        sinks=rules.sinks if workers == 1 else None,
+        slopes=rules.slopes,
+        k_scale=rules.k_scale,
+        v_scale=rules.v_scale if workers == 1 else None,
+        out=target,
+        scale=scale,
+        softcap=softcap,
+        window=rules.window,
+        slots=slots,
+        q_stride=q.stride(0),
+        out_stride=out.stride(0),
+        table_stride=tables.stride(0),
+        page_stride=keys.stride(0),
+        value_page_stride=None if same else values.stride(0),
+        head_stride=keys.stride(1),
+        value_head_stride=None if same else values.stride(1),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PAGE=page,
+        TILE=tile,
+        ROOT=rules.root,
+        NATIVE=native(chip, keys),
+        **common,
+        **sizes,
+    )
     if workers > 1:
-        merge[(heads, len(tokens.kv_lens) * tokens.query_len)](
-            target, tops, totals, tokens.kv_lens, tokens.query_counts, rules.sinks, rules.v_scale, out, rules.window,
-            slots, out.stride(0), BLOCK_V=sizes["BLOCK_V"], **common,
-        )  # fmt: skip
+        _MERGE[(heads, len(tokens.kv_lens) * tokens.query_len)](
+            partial=target,
+            tops=tops,
+            totals=totals,
+            kv_lens=tokens.kv_lens,
+            query_counts=tokens.query_counts,
+            sinks=rules.sinks,
+            v_scale=rules.v_scale,
+            out=out,
+            window=rules.window,
+            slots=slots,
+            out_stride=out.stride(0),
+            BLOCK_V=sizes["BLOCK_V"],
+            **common,
+        )
     return out
 
 

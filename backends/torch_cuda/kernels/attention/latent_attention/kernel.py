@@ -20,9 +20,9 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention.kernel import (
     GRAIN,
     NOTHING,
+    REDUCE,
     factor,
     piece_of,
-    reduce,
     scratch,
 )
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache.kernel import weighted
@@ -105,15 +105,15 @@ def write(q, latents, positions, slots, cache, cos_sin, weights):
     rotary = 2 * cos_sin.shape[2]
     shapes = _write_constants(heads, head_dim, latents.shape[1] - rotary, rotary, weights.unit_offset)
     _WRITE_KERNEL[(tokens, 1 + triton.cdiv(heads, shapes["HEADS_BLOCK"]))](
-        q,
-        latents,
-        positions,
-        slots,
-        cache,
-        cos_sin,
-        weights.weight,
-        row_stride(latents),
-        weights.eps,
+        q=q,
+        latents=latents,
+        positions=positions,
+        slots=slots,
+        cache=cache,
+        cos_sin=cos_sin,
+        weight=weights.weight,
+        latents_stride=row_stride(latents),
+        eps=weights.eps,
         **shapes,
         num_warps=WRITE_WARPS,
     )
@@ -325,30 +325,40 @@ def decode(
     partial, tops, sums = scratch(slots if several else 0, query_len, heads, rank, q.device)
     row_blocks = -(-heads * query_len // constants["ROWS"])
     _ATTEND[(row_blocks, splits, len(kv_lens)) if work is None else (row_blocks, len(work.items), 1)](
-        absorbed,
-        q,
-        cache,
-        tables,
-        kv_lens,
-        rows,
-        selected,
-        None if work is None else work.items,
-        out,
-        partial,
-        tops,
-        sums,
-        factor(scale, None),
-        absorbed.stride(0),
-        absorbed.stride(1),
-        tables.stride(0),
+        absorbed=absorbed,
+        q=q,
+        cache=cache,
+        tables=tables,
+        kv_lens=kv_lens,
+        rows=rows,
+        selected=selected,
+        items=None if work is None else work.items,
+        out=out,
+        partial=partial,
+        tops=tops,
+        sums=sums,
+        scale=factor(scale, None),
+        token_stride=absorbed.stride(0),
+        head_stride=absorbed.stride(1),
+        table_stride=tables.stride(0),
         **constants,
         TOP=0 if selected is None else selected.shape[1],
         num_warps=use["num_warps"],
         num_stages=use["num_stages"],
     )
     if several:
-        arrays = partial, tops, sums, kv_lens, None, None if work is None else work.merges, None, out
-        reduce[heads, tokens](*arrays, splits, **_reduce_constants(shape, constants))
+        REDUCE[heads, tokens](
+            partial=partial,
+            tops=tops,
+            sums=sums,
+            kv_lens=kv_lens,
+            query_counts=None,
+            merges=None if work is None else work.merges,
+            sinks=None,
+            out=out,
+            splits=splits,
+            **_reduce_constants(shape, constants),
+        )
     return out
 
 
@@ -430,7 +440,7 @@ def _reduce(shape: LatentShape, constants: dict[str, int], kind: str) -> Launch:
         "splits": "i32",
     }
     absent = dict.fromkeys(("query_counts", "merges", "sinks"))
-    return Launch(reduce, signature, {**absent, **_reduce_constants(shape, constants)}, num_stages=3)
+    return Launch(REDUCE.kernel, signature, {**absent, **_reduce_constants(shape, constants)}, num_stages=3)
 
 
 def _write(shape: LatentShape, kind: str) -> Launch:

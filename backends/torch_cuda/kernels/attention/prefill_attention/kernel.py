@@ -322,15 +322,34 @@ class PrefillLaunch:
         if float8:
             keys = keys.view(torch.uint8)
             values = values.view(torch.uint8)
-        value_strides = (None, None) if value_dim == head_dim else (values.stride(0), values.stride(1))
+        same = value_dim == head_dim
+        scale, softcap = base2(rules.scale, rules.softcap)
         self._launch = _PREFILL_ATTENTION.fixed(
-            keys, values, rules.sinks, rules.slopes, rules.k_scale, rules.v_scale,
-            *base2(rules.scale, rules.softcap), rules.window, rules.chunk, rules.lookback or None,
-            keys.stride(0), value_strides[0], keys.stride(1), value_strides[1],
-            GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, PAGE=page, TILE=tile, ROOT=rules.root,
-            PRODUCT8=multiplies8(head_dim, queries, chip, float8=float8), NATIVE=native(chip, keys),
+            keys=keys,
+            values=values,
+            sinks=rules.sinks,
+            slopes=rules.slopes,
+            k_scale=rules.k_scale,
+            v_scale=rules.v_scale,
+            scale=scale,
+            softcap=softcap,
+            window=rules.window,
+            chunk=rules.chunk,
+            lookback=rules.lookback or None,
+            page_stride=keys.stride(0),
+            value_page_stride=None if same else values.stride(0),
+            head_stride=keys.stride(1),
+            value_head_stride=None if same else values.stride(1),
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            VALUE_DIM=value_dim,
+            PAGE=page,
+            TILE=tile,
+            ROOT=rules.root,
+            PRODUCT8=multiplies8(head_dim, queries, chip, float8=float8),
+            NATIVE=native(chip, keys),
             **constants(head_dim, value_dim, tile * group, chosen),
-        )  # fmt: skip
+        )
 
     def __call__(
         self,
@@ -343,8 +362,18 @@ class PrefillLaunch:
     ) -> None:
         """Write to `out` [T, N, V]."""
         if count := tiles.shape[0]:
-            strides = q.stride(0), out.stride(0), tables.stride(0)
-            self._launch((count, self._kv_heads), q, tables, query_start, kv_lens, tiles, out, *strides)
+            self._launch(
+                (count, self._kv_heads),
+                q=q,
+                tables=tables,
+                query_start=query_start,
+                kv_lens=kv_lens,
+                tiles=tiles,
+                out=out,
+                q_stride=q.stride(0),
+                out_stride=out.stride(0),
+                table_stride=tables.stride(0),
+            )
 
 
 def multiplies8(head_dim: int, queries: torch.dtype, chip: Chip, *, float8: bool) -> bool:

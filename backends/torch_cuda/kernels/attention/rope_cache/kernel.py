@@ -252,17 +252,17 @@ class RopeCacheLaunch:
         shapes = constants(heads, kv_heads, head_dim, value_dim, page, 0 if cos_sin is None else 2 * cos_sin.shape[2])
         self._parts = divided(heads, shapes["HEADS_BLOCK"]) + 2 * divided(kv_heads, shapes["HEADS_BLOCK"])
         self._launch = _ROPE_CACHE_KERNEL.fixed(
-            keys,
-            values,
-            keys if cos_sin is None else cos_sin,
-            keys if q_norm is None else q_norm.weight,
-            keys if k_norm is None else k_norm.weight,
-            None if v_norm is None else v_norm.weight,
-            keys if k_scale is None else k_scale,
-            keys if v_scale is None else v_scale,
-            0.0 if q_norm is None else q_norm.eps,
-            0.0 if k_norm is None else k_norm.eps,
-            None if v_norm is None else v_norm.eps,
+            keys_ptr=keys,
+            values_ptr=values,
+            cos_sin_ptr=keys if cos_sin is None else cos_sin,
+            q_weight_ptr=keys if q_norm is None else q_norm.weight,
+            k_weight_ptr=keys if k_norm is None else k_norm.weight,
+            v_weight_ptr=None if v_norm is None else v_norm.weight,
+            k_scale_ptr=keys if k_scale is None else k_scale,
+            v_scale_ptr=keys if v_scale is None else v_scale,
+            q_eps=0.0 if q_norm is None else q_norm.eps,
+            k_eps=0.0 if k_norm is None else k_norm.eps,
+            v_eps=None if v_norm is None else v_norm.eps,
             **shapes,
             Q_NORM=q_norm is not None,
             K_NORM=k_norm is not None,
@@ -278,7 +278,14 @@ class RopeCacheLaunch:
         tokens = qkv.shape[0]
         q = qkv.new_empty((tokens, *self._heads))
         if tokens:
-            self._launch((tokens, self._parts), qkv, positions, slots, q, row_stride(qkv))
+            self._launch(
+                (tokens, self._parts),
+                qkv_ptr=qkv,
+                positions_ptr=positions,
+                slots_ptr=slots,
+                q_ptr=q,
+                qkv_stride=row_stride(qkv),
+            )
         return q
 
 
@@ -290,22 +297,22 @@ def rope_queries(x, positions, heads, cos_sin, q_norm):
         return q
     shapes = constants(heads, 1, head_dim, head_dim, 1, 0 if cos_sin is None else 2 * cos_sin.shape[2])
     _ROPE_CACHE_KERNEL[(len(x), divided(heads, shapes["HEADS_BLOCK"]))](
-        x,
-        positions,
-        positions,
-        q,
-        row_stride(x),
-        q,
-        q,
-        positions if cos_sin is None else cos_sin,
-        x if q_norm is None else q_norm.weight,
-        x,
-        None,
-        positions,
-        positions,
-        0.0 if q_norm is None else q_norm.eps,
-        0.0,
-        None,
+        qkv_ptr=x,
+        positions_ptr=positions,
+        slots_ptr=positions,
+        q_ptr=q,
+        qkv_stride=row_stride(x),
+        keys_ptr=q,
+        values_ptr=q,
+        cos_sin_ptr=positions if cos_sin is None else cos_sin,
+        q_weight_ptr=x if q_norm is None else q_norm.weight,
+        k_weight_ptr=x,
+        v_weight_ptr=None,
+        k_scale_ptr=positions,
+        v_scale_ptr=positions,
+        q_eps=0.0 if q_norm is None else q_norm.eps,
+        k_eps=0.0,
+        v_eps=None,
         **shapes,
         Q_NORM=q_norm is not None,
         K_NORM=False,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, padded
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch
 
 TILE: Final = 64
@@ -50,6 +51,9 @@ def score(
     weight = tl.load(weights + token * HEADS + head, head < HEADS, 0.0).to(tl.float32)
     total = tl.sum(products * weight[:, None], 0)
     tl.store(scores + token * score_stride + position, total, seen)
+
+
+_SCORE: Final = BoundKernel(score)
 
 
 @triton.jit
@@ -100,6 +104,9 @@ def select(scores, lens, selected, counts, score_stride, TOP: tl.constexpr, BLOC
         written += tl.sum(chosen.to(tl.int32), 0)
 
 
+_SELECT: Final = BoundKernel(select)
+
+
 def launch(
     q: Tensor, weights: Tensor, cache: Tensor, tables: Tensor, rows: Tensor, lens: Tensor, top: int, scores: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -109,13 +116,29 @@ def launch(
     counts = torch.empty(tokens, dtype=torch.int32, device=q.device)
     if not tokens:
         return selected, counts
-    score[(tokens, triton.cdiv(scores.shape[1], TILE))](
-        q, weights, cache, tables, rows, lens, scores, tables.stride(0), scores.stride(0),
-        **_constants(heads, dim, cache.shape[1], top), num_warps=SCORE_WARPS,
-    )  # fmt: skip
-    select[(tokens,)](
-        scores, lens, selected, counts, scores.stride(0), TOP=top, BLOCK=BLOCK, num_warps=SELECT_WARPS
-    )  # fmt: skip
+    _SCORE[(tokens, triton.cdiv(scores.shape[1], TILE))](
+        q=q,
+        weights=weights,
+        cache=cache,
+        tables=tables,
+        rows=rows,
+        lens=lens,
+        scores=scores,
+        table_stride=tables.stride(0),
+        score_stride=scores.stride(0),
+        **_constants(heads, dim, cache.shape[1], top),
+        num_warps=SCORE_WARPS,
+    )
+    _SELECT[(tokens,)](
+        scores=scores,
+        lens=lens,
+        selected=selected,
+        counts=counts,
+        score_stride=scores.stride(0),
+        TOP=top,
+        BLOCK=BLOCK,
+        num_warps=SELECT_WARPS,
+    )
     return selected, counts
 
 

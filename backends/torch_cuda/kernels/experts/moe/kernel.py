@@ -44,11 +44,11 @@ def route(logits, router):
     weights = torch.empty(tokens, router.top_k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, router.top_k, dtype=torch.int32, device=logits.device)
     _ROUTE_KERNEL[(tokens,)](
-        logits,
-        weights,
-        chosen,
-        experts,
-        logits.stride(0),
+        logits=logits,
+        weights=weights,
+        chosen=chosen,
+        experts=experts,
+        logits_stride=logits.stride(0),
         TOP=router.top_k,
         RENORMALISE=router.renormalise,
         BLOCK=triton.next_power_of_2(experts),
@@ -122,23 +122,23 @@ def _launch(x, stack, bias, out, sorted_pairs, tile, chip, share, activation):
         constants = tile_settings(TUNING, scheme, group, inputs, tile, chip)
     pairs, outputs = out.shape
     _EXPERT_KERNEL[(tile_experts.numel(), triton.cdiv(outputs, constants["CHANNELS"]))](
-        x,
-        data,
-        scale,
-        extra(stack) if packed else scale,
-        scale if row_scale is None else row_scale,
-        scale if bias is None else bias,
-        out,
-        order,
-        tile_experts,
-        ends,
-        pairs,
-        ends.numel(),
-        inputs,
-        outputs,
-        x.stride(0),
-        data[0].numel(),
-        scale[0].numel(),
+        x=x,
+        weights=data,
+        scales=scale,
+        offsets=extra(stack) if packed else scale,
+        row_scales=scale if row_scale is None else row_scale,
+        bias=scale if bias is None else bias,
+        out=out,
+        order=order,
+        tile_experts=tile_experts,
+        ends=ends,
+        pairs=pairs,
+        experts=ends.numel(),
+        inputs=inputs,
+        outputs=outputs,
+        x_stride=x.stride(0),
+        weight_stride=data[0].numel(),
+        scale_stride=scale[0].numel(),
         SHARE=share,
         NATIVE=native(chip, x),
         ROW_SCALES=row_scale is not None,
@@ -153,7 +153,9 @@ def mix(parts, weights, like):
     tokens, top = weights.shape
     width = parts.shape[1]
     out = torch.empty(tokens, width, dtype=like.dtype, device=like.device)
-    _MIX_KERNEL[(tokens, triton.cdiv(width, _SUM_BLOCK))](parts, weights, out, width, TOP=top, BLOCK=_SUM_BLOCK)
+    _MIX_KERNEL[(tokens, triton.cdiv(width, _SUM_BLOCK))](
+        parts=parts, weights=weights, out=out, width=width, TOP=top, BLOCK=_SUM_BLOCK
+    )
     return out
 
 
@@ -184,12 +186,12 @@ def align(chosen, experts, tile):
     tile_experts = torch.empty(tiles, dtype=torch.int32, device=device)
     ends = torch.empty(experts, dtype=torch.int32, device=device)
     _ALIGN_KERNEL[(experts,)](
-        chosen,
-        order,
-        tile_experts,
-        ends,
-        pairs,
-        experts,
+        chosen=chosen,
+        order=order,
+        tile_experts=tile_experts,
+        ends=ends,
+        pairs=pairs,
+        experts=experts,
         TILE=tile,
         BLOCK=triton.next_power_of_2(experts + 1),
         CHUNK=_SORT_CHUNK,

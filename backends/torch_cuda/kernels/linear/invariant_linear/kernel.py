@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, row_stride, settings
 from pagoda.backends.torch_cuda.kernels.linear.weight_only.kernel import SCHEMES, sum_kernel, tile_product
 
@@ -38,27 +39,27 @@ def linear(x, weight, bias, dtype, chip):
         return out
     whole = splits == 1 or row_tiles * channel_tiles >= chip.sms
     parts = out if whole else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
-    linear_kernel[(row_tiles, channel_tiles, 1 if whole else splits)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        parts,
-        rows,
-        inputs,
-        outputs,
-        row_stride(x),
-        split_inputs,
+    _LINEAR_KERNEL[(row_tiles, channel_tiles, 1 if whole else splits)](
+        x=x,
+        weight=weight,
+        bias=weight if bias is None else bias,
+        out=parts,
+        rows=rows,
+        inputs=inputs,
+        outputs=outputs,
+        x_stride=row_stride(x),
+        split_inputs=split_inputs,
         BIAS=bias is not None and whole,
         WHOLE=whole,
         **constants,
     )
     if not whole:
         sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
-            parts,
-            weight if bias is None else bias,
-            out,
-            out.numel(),
-            outputs,
+            parts=parts,
+            bias=weight if bias is None else bias,
+            out=out,
+            size=out.numel(),
+            outputs=outputs,
             SPLITS=splits,
             BIAS=bias is not None,
             BLOCK=_SUM_BLOCK,
@@ -119,6 +120,9 @@ def linear_kernel(
         acc += tl.load(bias + valid).to(tl.float32)[:, None]
     at = (tl.program_id(2).to(tl.int64) * rows + row)[None, :] * outputs + channels[:, None]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=(channels < outputs)[:, None] & real[None, :])
+
+
+_LINEAR_KERNEL: Final = BoundKernel(linear_kernel)
 
 
 # Specialisations compiled ahead of time.

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.experts.moe.kernel import align
 from pagoda.backends.torch_cuda.kernels.frame import launch
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, row_stride
 from pagoda.backends.torch_cuda.kernels.linear.weight_only.kernel import SCHEMES, tile_product
 
@@ -50,19 +51,19 @@ def shrink(x, a, ranks, rank, sorted_rows, tile, splits, chip):
     order, tile_slots, ends = sorted_rows
     constants = shrink_settings(a.dtype, rank, inputs, tile, chip)
     parts = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
-    shrink_kernel[(tile_slots.numel(), columns // constants["CHANNELS"], splits)](
-        x,
-        a,
-        ranks,
-        parts,
-        order,
-        tile_slots,
-        ends,
-        rows,
-        slots,
-        inputs,
-        row_stride(x),
-        split_size(inputs, splits),
+    _SHRINK_KERNEL[(tile_slots.numel(), columns // constants["CHANNELS"], splits)](
+        x=x,
+        a=a,
+        ranks=ranks,
+        parts=parts,
+        order=order,
+        tile_slots=tile_slots,
+        ends=ends,
+        rows=rows,
+        slots=slots,
+        inputs=inputs,
+        x_stride=row_stride(x),
+        split_inputs=split_size(inputs, splits),
         RANK=rank,
         COLUMNS=columns,
         **constants,
@@ -75,20 +76,20 @@ def expand(parts, b, ranks, sections, sorted_rows, tile, out, chip):
     splits, rows, columns = parts.shape
     slots, outputs, rank = b.shape
     order, tile_slots, ends = sorted_rows
-    expand_kernel[(tile_slots.numel(), len(sections))](
-        parts,
-        b,
-        ranks,
-        sections,
-        out,
-        order,
-        tile_slots,
-        ends,
-        rows,
-        slots,
-        splits,
-        outputs,
-        row_stride(out),
+    _EXPAND_KERNEL[(tile_slots.numel(), len(sections))](
+        parts=parts,
+        b=b,
+        ranks=ranks,
+        sections=sections,
+        out=out,
+        order=order,
+        tile_slots=tile_slots,
+        ends=ends,
+        rows=rows,
+        slots=slots,
+        splits=splits,
+        outputs=outputs,
+        out_stride=row_stride(out),
         RANK=rank,
         COLUMNS=columns,
         **expand_settings(b.dtype, rank, tile, chip),
@@ -177,6 +178,9 @@ def shrink_kernel(
     tl.store(parts + at, acc, mask=real[None, :])
 
 
+_SHRINK_KERNEL: Final = BoundKernel(shrink_kernel)
+
+
 @triton.jit(do_not_specialize=["rows", "splits"])
 def expand_kernel(
     parts,
@@ -232,6 +236,9 @@ def expand_kernel(
     mask = inside[:, None] & real[None, :]
     base = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, (base + acc).to(out.dtype.element_ty), mask=mask)
+
+
+_EXPAND_KERNEL: Final = BoundKernel(expand_kernel)
 
 
 # Specialisations compiled ahead of time.

@@ -25,11 +25,11 @@ def quantize(x, int8, group, scale, chip):
     out = torch.empty(rows, width, dtype=torch.int8 if int8 else torch.uint8, device=x.device)
     scales = x.new_empty((rows, triton.cdiv(width, size)), dtype=torch.float32) if scale is None else scale
     _QUANTIZE_ROWS_KERNEL[(rows, triton.cdiv(width, block))](
-        x,
-        out,
-        scales,
-        row_stride(x),
-        width,
+        x=x,
+        out=out,
+        scales=scales,
+        x_stride=row_stride(x),
+        width=width,
         GROUP=size,
         BLOCK=block,
         INT8=int8,

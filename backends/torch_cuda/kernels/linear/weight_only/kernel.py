@@ -379,18 +379,18 @@ def product(x, packed, bias, chip):
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     parts = out if splits == 1 else torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
     _PRODUCT_KERNEL[(triton.cdiv(outputs, constants["CHANNELS"]), splits, row_tiles)](
-        x,
-        packed.numbers,
-        packed.scale,
-        extra(packed),
-        packed.scale if packed.row_scale is None else packed.row_scale,
-        packed.scale if bias is None else bias,
-        parts,
-        tokens,
-        inputs,
-        outputs,
-        x.stride(0),
-        split_inputs,
+        x=x,
+        weights=packed.numbers,
+        scales=packed.scale,
+        offsets=extra(packed),
+        row_scales=packed.scale if packed.row_scale is None else packed.row_scale,
+        bias=packed.scale if bias is None else bias,
+        out=parts,
+        tokens=tokens,
+        inputs=inputs,
+        outputs=outputs,
+        x_stride=x.stride(0),
+        split_inputs=split_inputs,
         NATIVE=native(chip, x),
         ROW_SCALES=packed.row_scale is not None,
         BIAS=bias is not None and splits == 1,
@@ -398,11 +398,11 @@ def product(x, packed, bias, chip):
     )
     if splits > 1:
         _SUM_KERNEL[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
-            parts,
-            packed.scale if bias is None else bias,
-            out,
-            out.numel(),
-            outputs,
+            parts=parts,
+            bias=packed.scale if bias is None else bias,
+            out=out,
+            size=out.numel(),
+            outputs=outputs,
             SPLITS=splits,
             BIAS=bias is not None,
             BLOCK=_SUM_BLOCK,
@@ -512,15 +512,15 @@ def unpack(packed, out, chip):
     """Fill out [O, I] with the matrix's values, in its dtype; its columns stay in the matrix's order."""
     depth = block(packed.group) if packed.scheme == "int4" else _DEPTH
     grid = triton.cdiv(packed.outputs, _CHANNELS), triton.cdiv(packed.inputs, depth)
-    unpack_kernel[grid](
-        packed.numbers,
-        packed.scale,
-        extra(packed),
-        packed.scale if packed.row_scale is None else packed.row_scale,
-        out,
-        packed.inputs,
-        packed.outputs,
-        packed.scale.stride(0),
+    _UNPACK_KERNEL[grid](
+        weights=packed.numbers,
+        scales=packed.scale,
+        offsets=extra(packed),
+        row_scales=packed.scale if packed.row_scale is None else packed.row_scale,
+        out=out,
+        inputs=packed.inputs,
+        outputs=packed.outputs,
+        scale_stride=packed.scale.stride(0),
         SCHEME=SCHEMES[packed.scheme],
         GROUP=packed.group,
         ROWS=packed.rows,
@@ -598,6 +598,9 @@ def unpack_kernel(
                         added *= step
                     wide += _per_input(added, CHANNELS, DEPTH, GROUP)
         tl.store(rows + inner, (wide * whole[:, None]).to(out.dtype.element_ty), mask)
+
+
+_UNPACK_KERNEL: Final = BoundKernel(unpack_kernel)
 
 
 # Specialisations compiled ahead of time: every scheme, tile and type, for the matrices of an 8B model.

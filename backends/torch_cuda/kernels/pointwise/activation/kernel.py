@@ -154,7 +154,7 @@ def limits(clamped=None, limit=None):
 def _launch_of(width, name, gated, clamped, limit):
     """Return the columns of results, programs per row, and the launch with these constants."""
     constants = {"NAME": name, "GATED": gated, **limits(clamped, limit), "BLOCK": BLOCK, "num_warps": 4}
-    return width, divided(width, BLOCK), _ACTIVATION_KERNEL.fixed(width, **constants)
+    return width, divided(width, BLOCK), _ACTIVATION_KERNEL.fixed(width=width, **constants)
 
 
 def _elementwise(x, launch_of):
@@ -162,7 +162,7 @@ def _elementwise(x, launch_of):
     rows = x.shape[0]
     out = x.new_empty((rows, width))
     if rows:
-        launch((rows, blocks), x, out, row_stride(x))
+        launch((rows, blocks), x_ptr=x, out_ptr=out, stride=row_stride(x))
     return out
 
 
@@ -173,11 +173,11 @@ def gated_quantised(both, name, chip):
     native = float8.native(chip, both)
     if len(both):
         _QUANTISED_KERNEL[(len(both),)](
-            both,
-            bits,
-            scale,
-            row_stride(both),
-            width,
+            x_ptr=both,
+            bits_ptr=bits,
+            scale_ptr=scale,
+            stride=row_stride(both),
+            width=width,
             NAME=name,
             NATIVE=native,
             **constants,

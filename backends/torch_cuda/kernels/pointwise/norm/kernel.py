@@ -78,10 +78,10 @@ class NormLaunch:
         block = power_of_two(weight.shape[0])
         self._without, self._with = (
             _NORM_KERNEL.fixed(
-                weight,
-                weight if bias is None else bias,
-                weight.shape[0],
-                eps,
+                weight_ptr=weight,
+                bias_ptr=weight if bias is None else bias,
+                width=weight.shape[0],
+                eps=eps,
                 BLOCK=block,
                 LAYER=kind == "layer",
                 UNIT_OFFSET=unit_offset,
@@ -101,11 +101,17 @@ class NormLaunch:
         if not rows:
             return total
         scale = normed if scale is None else scale
-        stride = row_stride(x)
-        if residual is None:
-            self._without((rows,), x, x, normed, scale, total, stride, 0)
-        else:
-            self._with((rows,), x, residual, normed, scale, total, stride, row_stride(residual))
+        launch = self._without if residual is None else self._with
+        launch(
+            (rows,),
+            x_ptr=x,
+            residual_ptr=x if residual is None else residual,
+            normed_ptr=normed,
+            scale_ptr=scale,
+            total_ptr=total,
+            x_stride=row_stride(x),
+            residual_stride=0 if residual is None else row_stride(residual),
+        )
         return total
 
 

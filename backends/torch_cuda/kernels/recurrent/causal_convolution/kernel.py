@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, row_stride
 from pagoda.backends.torch_cuda.kernels.recurrent.chunks import PER_STEP, silu
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
@@ -123,6 +124,9 @@ def convolve(
     tl.store(to, mixed.to(out.dtype.element_ty), mask)
 
 
+_CONVOLVE: Final = BoundKernel(convolve)
+
+
 def causal_convolution(
     x: Tensor, step: StateStep, weights: ConvolutionWeights, gates: tuple[Tensor, Tensor] | None
 ) -> Tensor:
@@ -130,23 +134,24 @@ def causal_convolution(
     channels, _, taps = weights.conv.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     factor, gate = (None, None) if gates is None else gates
-    vectors = step.tables, step.query_start, step.kv_lens
     parts = triton.cdiv(channels, CHANNELS)
     kept = {"C": channels, "E": step.states.shape[1], "TAPS": taps, "BLOCK_C": CHANNELS, "CHUNK": CHUNK}
 
     def launch(programs: int, chunks: Tensor | None, tokens: int, warps: int) -> None:
-        convolve[(programs, parts)](
-            x,
-            factor,
-            gate,
-            weights.conv,
-            weights.bias,
-            step.states,
-            *vectors,
-            chunks,
-            out,
-            row_stride(x),
-            step.tables.stride(0),
+        _CONVOLVE[(programs, parts)](
+            x=x,
+            factor=factor,
+            gate=gate,
+            conv=weights.conv,
+            bias=weights.bias,
+            states=step.states,
+            tables=step.tables,
+            query_start=step.query_start,
+            kv_lens=step.kv_lens,
+            chunks=chunks,
+            out=out,
+            x_stride=row_stride(x),
+            table_stride=step.tables.stride(0),
             **kept,
             BLOCK_T=tokens,
             num_warps=warps,

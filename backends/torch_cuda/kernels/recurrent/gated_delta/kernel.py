@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, padded
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, arguments_of, row_stride
 from pagoda.backends.torch_cuda.kernels.recurrent.causal_convolution.kernel import convolved
 from pagoda.backends.torch_cuda.kernels.recurrent.chunks import PER_STEP, chunk_rows, decay_between, silu, softplus
@@ -338,6 +339,32 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32x3"
 
 
+def convolution_arguments(
+    x: Tensor, batch: StateStep, conv: Tensor, out: Tensor, key_dim: int
+) -> dict[str, Tensor | int | float]:
+    """Return the arguments of `convolve`, except for the chunks."""
+    return {
+        "x": x,
+        "conv": conv,
+        "states": batch.states,
+        "tables": batch.tables,
+        "query_start": batch.query_start,
+        "kv_lens": batch.kv_lens,
+        "out": out,
+        "x_stride": row_stride(x),
+        "table_stride": batch.tables.stride(0),
+        "scale": key_dim**-0.5,
+    }
+
+
+CONVOLVE: Final = BoundKernel(convolve)
+_STEP: Final = BoundKernel(step)
+_SOLVE: Final = BoundKernel(solve)
+_PREPARE: Final = BoundKernel(prepare)
+_SCORE: Final = BoundKernel(score)
+_SCAN: Final = BoundKernel(scan)
+
+
 def launch(
     qkv: Tensor,
     scalars: Tensor,
@@ -347,10 +374,8 @@ def launch(
     chip: Chip,
 ) -> Tensor:
     """Return the heads [T, N*V]; replace the states."""
-    states = batch.states
     tables = batch.tables
     query_start = batch.query_start
-    kv_lens = batch.kv_lens
     chunks = batch.chunks
     num_decodes = batch.num_decodes
     tokens = len(qkv)
@@ -360,57 +385,69 @@ def launch(
     parts = 2 * spec.key_heads + spec.value_heads
     mixed = torch.empty(tokens, spec.channels, dtype=qkv.dtype, device=qkv.device)
     out = torch.empty(tokens, heads * dim, dtype=qkv.dtype, device=qkv.device)
-    small = scalars, weights.decay_rate, weights.decay_offset
-    inputs = qkv, weights.conv, states, tables, query_start, kv_lens
-    numbers = row_stride(qkv), tables.stride(0), spec.key_dim**-0.5
+    gates = {"scalars": scalars, "decay_rate": weights.decay_rate, "decay_offset": weights.decay_offset}
+    channels = convolution_arguments(qkv, batch, weights.conv, mixed, spec.key_dim)
     if num_decodes:
-        convolve[(num_decodes, parts)](*inputs, None, mixed, *numbers, **_of(convolve, shapes, BLOCK_T=1), num_warps=1)
-        step[(heads * -(-dim // STEP_VALUES), num_decodes)](
-            mixed, *small, states, tables, kv_lens, out, tables.stride(0), **_of(step, shapes, BLOCK_V=STEP_VALUES)
+        CONVOLVE[(num_decodes, parts)](**channels, chunks=None, **_of(convolve, shapes, BLOCK_T=1), num_warps=1)
+        _STEP[(heads * -(-dim // STEP_VALUES), num_decodes)](
+            qkv=mixed,
+            **gates,
+            states=batch.states,
+            tables=tables,
+            kv_lens=batch.kv_lens,
+            out=out,
+            table_stride=tables.stride(0),
+            **_of(step, shapes, BLOCK_V=STEP_VALUES),
         )
     if chunks is None:
         return out
-    convolve[(len(chunks) * (CHUNK // CONVOLVED), parts)](
-        *inputs, chunks, mixed, *numbers, **_of(convolve, shapes, BLOCK_T=CONVOLVED), num_warps=CONVOLVE_WARPS
+    CONVOLVE[(len(chunks) * (CHUNK // CONVOLVED), parts)](
+        **channels, chunks=chunks, **_of(convolve, shapes, BLOCK_T=CONVOLVED), num_warps=CONVOLVE_WARPS
     )
     kept = {"dtype": qkv.dtype, "device": qkv.device}
     of_values = torch.empty(tokens, heads, dim, **kept)
     of_state = torch.empty(tokens, heads, spec.key_dim, **kept)
     scores = torch.empty(tokens, heads, CHUNK, **kept)
     inverses = torch.empty(tokens, heads, CHUNK, dtype=torch.float32, device=qkv.device)
-    solve[(len(chunks), heads)](
-        mixed,
-        *small,
-        query_start,
-        chunks,
-        inverses,
+    _SOLVE[(len(chunks), heads)](
+        qkv=mixed,
+        **gates,
+        query_start=query_start,
+        chunks=chunks,
+        inverses=inverses,
         **_of(solve, shapes, PRECISION=_precision(qkv.dtype)),
         num_warps=SOLVE_WARPS,
     )
-    prepare[(len(chunks), heads)](
-        mixed,
-        *small,
-        query_start,
-        chunks,
-        inverses,
-        of_values,
-        of_state,
+    _PREPARE[(len(chunks), heads)](
+        qkv=mixed,
+        **gates,
+        query_start=query_start,
+        chunks=chunks,
+        inverses=inverses,
+        of_values=of_values,
+        of_state=of_state,
         **_of(prepare, shapes),
         num_warps=PREPARE_WARPS,
     )
-    score[(len(chunks), heads)](
-        mixed, *small, query_start, chunks, scores, **_of(score, shapes), num_warps=PREPARE_WARPS
+    _SCORE[(len(chunks), heads)](
+        qkv=mixed,
+        **gates,
+        query_start=query_start,
+        chunks=chunks,
+        scores=scores,
+        **_of(score, shapes),
+        num_warps=PREPARE_WARPS,
     )
-    later = len(kv_lens) - num_decodes
-    scan[(heads * -(-dim // SCAN_VALUES), later)](
-        mixed,
-        *small,
-        *batch.prefills,
-        of_values,
-        of_state,
-        scores,
-        out,
-        tables.stride(0),
+    later = len(batch.kv_lens) - num_decodes
+    _SCAN[(heads * -(-dim // SCAN_VALUES), later)](
+        qkv=mixed,
+        **gates,
+        **batch.prefill_arguments(),
+        of_values=of_values,
+        of_state=of_state,
+        scores=scores,
+        out=out,
+        table_stride=tables.stride(0),
         **_of(scan, shapes, BLOCK_V=SCAN_VALUES),
         num_warps=_scan_warps(chip),
         num_stages=SCAN_STAGES,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, row_stride
 
 ELEMENTS: Final = 1024
@@ -66,21 +67,24 @@ def gated_norm_kernel(
     tl.store(out + row[:, None] * V + channel[None, :], wide.to(KIND), mask)
 
 
+_GATED_NORM_KERNEL: Final = BoundKernel(gated_norm_kernel)
+
+
 def gated_norm(x: Tensor, gate: Tensor, spec: GatedNorm, mean_square: Tensor | None) -> Tensor:
     """Return [T, W]."""
     out = torch.empty_like(x)
     rows = len(x) * spec.groups
     constants = _constants(spec, x.shape[1])
     if rows:
-        gated_norm_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
-            x,
-            gate,
-            spec.weight,
-            mean_square,
-            out,
-            rows,
-            row_stride(gate),
-            spec.eps,
+        _GATED_NORM_KERNEL[(triton.cdiv(rows, constants["ROWS"]),)](
+            x=x,
+            gate=gate,
+            weight=spec.weight,
+            mean_square=mean_square,
+            out=out,
+            rows=rows,
+            gate_stride=row_stride(gate),
+            eps=spec.eps,
             **constants,
             num_warps=_warps(constants),
         )

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, padded
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, arguments_of, row_stride
 from pagoda.backends.torch_cuda.kernels.recurrent.chunks import PER_STEP, chunk_rows, decay_between, softplus
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
@@ -202,6 +203,11 @@ def _constants(kernel: Any, shape: ScanShape, **others: Any) -> dict[str, Any]:
     return arguments_of(kernel, every)
 
 
+_STEP: Final = BoundKernel(step)
+_SCORE: Final = BoundKernel(score)
+_SCAN: Final = BoundKernel(scan)
+
+
 def launch(
     qkv: Tensor, scalars: Tensor | None, batch: StateStep, shape: ScanShape, weights: DecayWeights, chip: Chip
 ) -> Tensor:
@@ -210,48 +216,50 @@ def launch(
     heads = shape.heads
     dim = shape.value_dim
     out = torch.empty(tokens, heads * dim, dtype=qkv.dtype, device=qkv.device)
-    of_tokens = qkv, scalars, weights.rate, weights.offset
-    limit = weights.limit
+    low, high = weights.limit
     table_stride = batch.tables.stride(0)
-    strides = row_stride(qkv), heads if scalars is None else row_stride(scalars)
+    every = {
+        "qkv": qkv,
+        "scalars": scalars,
+        "rate": weights.rate,
+        "offset": weights.offset,
+        "low": low,
+        "high": high,
+        "qkv_stride": row_stride(qkv),
+        "scalar_stride": heads if scalars is None else row_stride(scalars),
+    }
     decodes = batch.num_decodes
     if decodes:
-        step[(heads * -(-dim // STEP_VALUES), decodes)](
-            *of_tokens,
-            weights.skip,
-            batch.states,
-            batch.tables,
-            batch.kv_lens,
-            out,
-            *limit,
-            *strides,
-            table_stride,
+        _STEP[(heads * -(-dim // STEP_VALUES), decodes)](
+            **every,
+            skip=weights.skip,
+            states=batch.states,
+            tables=batch.tables,
+            kv_lens=batch.kv_lens,
+            out=out,
+            table_stride=table_stride,
             **_constants(step, shape, BLOCK_V=STEP_VALUES),
             num_warps=STEP_WARPS,
         )
     if batch.chunks is None:
         return out
     scores = torch.empty(tokens, heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
-    score[(len(batch.chunks), heads)](
-        *of_tokens,
-        batch.query_start,
-        batch.chunks,
-        scores,
-        *limit,
-        *strides,
+    _SCORE[(len(batch.chunks), heads)](
+        **every,
+        query_start=batch.query_start,
+        chunks=batch.chunks,
+        scores=scores,
         **_constants(score, shape),
         num_warps=SCORE_WARPS,
     )
     values = _scan_values(shape)
-    scan[(heads * -(-dim // values), len(batch.kv_lens) - decodes)](
-        *of_tokens,
-        weights.skip,
-        *batch.prefills,
-        scores,
-        out,
-        *limit,
-        *strides,
-        table_stride,
+    _SCAN[(heads * -(-dim // values), len(batch.kv_lens) - decodes)](
+        **every,
+        skip=weights.skip,
+        **batch.prefill_arguments(),
+        scores=scores,
+        out=out,
+        table_stride=table_stride,
         **_constants(scan, shape, BLOCK_V=values),
         num_warps=SCAN_WARPS,
         num_stages=SCAN_STAGES,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, arguments_of, row_stride
 from pagoda.backends.torch_cuda.kernels.recurrent.chunks import PER_STEP, silu, softplus
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
@@ -194,30 +195,38 @@ def _constants(kernel: Any, channels: int, states: int, elements: int) -> dict[s
     return arguments_of(kernel, every)
 
 
+_STEP: Final = BoundKernel(step)
+_CHUNK_STATES: Final = BoundKernel(chunk_states)
+_PASS_STATES: Final = BoundKernel(pass_states)
+_OUTPUTS: Final = BoundKernel(outputs)
+
+
 def launch(v: Tensor, gate: Tensor, chosen: Selection, batch: StateStep, weights: SelectiveWeights) -> Tensor:
     """Return the gated outputs [T, C]; replace the states."""
     channels, states = weights.rate.shape
     out = torch.empty_like(v)
-    shape = channels, states, batch.states.shape[1]
+    elements = batch.states.shape[1]
     parts = triton.cdiv(channels, CHANNELS)
     table_stride = batch.tables.stride(0)
     first = batch.num_decodes
-    sides = v, chosen.size, chosen.b
-    small = weights.rate, weights.offset, weights.skip
-    strides = row_stride(chosen.b), row_stride(gate)
+    written = {
+        "v": v,
+        "size": chosen.size,
+        "b": chosen.b,
+        "rate": weights.rate,
+        "offset": weights.offset,
+        "bc_stride": row_stride(chosen.b),
+    }
+    read = {"c": chosen.c, "gate": gate, "skip": weights.skip, "out": out, "gate_stride": row_stride(gate)}
     if first:
-        step[(first, parts)](
-            *sides,
-            chosen.c,
-            gate,
-            *small,
-            batch.states,
-            batch.tables,
-            batch.kv_lens,
-            out,
-            *strides,
-            table_stride,
-            **_constants(step, *shape),
+        _STEP[(first, parts)](
+            **written,
+            **read,
+            states=batch.states,
+            tables=batch.tables,
+            kv_lens=batch.kv_lens,
+            table_stride=table_stride,
+            **_constants(step, channels, states, elements),
             num_warps=1,
         )
     if batch.chunks is None:
@@ -226,33 +235,35 @@ def launch(v: Tensor, gate: Tensor, chosen: Selection, batch: StateStep, weights
     like = {"dtype": torch.float32, "device": v.device}
     kept = torch.empty(places, channels, states, **like)
     totals = torch.empty(places, channels, **like)
-    spans = batch.query_start, batch.chunks
-    chunk_states[(len(batch.chunks), parts)](
-        *sides,
-        weights.rate,
-        weights.offset,
-        *spans,
-        kept,
-        totals,
-        strides[0],
-        **_constants(chunk_states, *shape),
+    spans = {"query_start": batch.query_start, "chunks": batch.chunks}
+    _CHUNK_STATES[(len(batch.chunks), parts)](
+        **written,
+        **spans,
+        kept_states=kept,
+        totals=totals,
+        **_constants(chunk_states, channels, states, elements),
         num_warps=1,
     )
-    pass_states[(len(batch.kv_lens) - first, parts)](
-        weights.rate,
-        batch.states,
-        batch.tables,
-        batch.query_start,
-        batch.kv_lens,
-        kept,
-        totals,
-        table_stride,
-        first,
-        **_constants(pass_states, *shape),
+    _PASS_STATES[(len(batch.kv_lens) - first, parts)](
+        rate=weights.rate,
+        states=batch.states,
+        tables=batch.tables,
+        query_start=batch.query_start,
+        kv_lens=batch.kv_lens,
+        kept_states=kept,
+        totals=totals,
+        table_stride=table_stride,
+        first_sequence=first,
+        **_constants(pass_states, channels, states, elements),
         num_warps=1,
     )
-    outputs[(len(batch.chunks), parts)](
-        *sides, chosen.c, gate, *small, *spans, kept, out, *strides, **_constants(outputs, *shape), num_warps=1
+    _OUTPUTS[(len(batch.chunks), parts)](
+        **written,
+        **read,
+        **spans,
+        kept_states=kept,
+        **_constants(outputs, channels, states, elements),
+        num_warps=1,
     )
     return out
 

@@ -34,21 +34,41 @@ def gumbel_max(logits, keys, temperature, floor):
     ids = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
     _BEST_OF_BLOCK[(rows, splits)](
-        logits, keys, temperature, floor, values, ids, VOCAB=vocab, SPLITS=splits, BLOCK=BLOCK, num_warps=WARPS
+        logits=logits,
+        keys=keys,
+        temperature=temperature,
+        floor=floor,
+        values=values,
+        ids=ids,
+        VOCAB=vocab,
+        SPLITS=splits,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
     )
-    _BEST_OF_ROW[(rows,)](values, ids, tokens, VOCAB=vocab, SPLITS=splits, PADDED=power_of_two(splits), num_warps=WARPS)
+    _BEST_OF_ROW[(rows,)](
+        values=values, ids=ids, tokens=tokens, VOCAB=vocab, SPLITS=splits, PADDED=power_of_two(splits), num_warps=WARPS
+    )
     return tokens
 
 
 def store_last(tokens, rows, last):
     count = len(tokens)
-    _WRITE_LAST[(divided(count, TOKENS),)](tokens, rows, last, count, BLOCK=TOKENS, num_warps=WARPS)
+    _WRITE_LAST[(divided(count, TOKENS),)](
+        tokens=tokens, rows=rows, last=last, count=count, BLOCK=TOKENS, num_warps=WARPS
+    )
 
 
 def store_history(tokens, rows, positions, history):
     count = len(tokens)
     _WRITE_HISTORY[(divided(count, TOKENS),)](
-        tokens, rows, positions, history, count, LENGTH=history.shape[1], BLOCK=TOKENS, num_warps=WARPS
+        tokens=tokens,
+        rows=rows,
+        positions=positions,
+        history=history,
+        count=count,
+        LENGTH=history.shape[1],
+        BLOCK=TOKENS,
+        num_warps=WARPS,
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
 
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch
 
 BLOCK = 4096
@@ -24,19 +27,27 @@ def launch(logits, targets, best, normalise):
     mass = torch.empty_like(own)
     ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
-        blocks[(rows, splits)](
-            logits, targets, peaks, masses, better, VOCAB=vocab, SPLITS=splits, BLOCK=BLOCK, num_warps=WARPS
+        _BLOCKS[(rows, splits)](
+            logits=logits,
+            targets=targets,
+            peaks=peaks,
+            masses=masses,
+            better=better,
+            VOCAB=vocab,
+            SPLITS=splits,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
         )
-        join[(rows,)](
-            logits,
-            targets,
-            peaks,
-            masses,
-            better,
-            own,
-            top,
-            mass,
-            ranks,
+        _JOIN[(rows,)](
+            logits=logits,
+            targets=targets,
+            peaks=peaks,
+            masses=masses,
+            better=better,
+            own=own,
+            top=top,
+            mass=mass,
+            ranks=ranks,
             VOCAB=vocab,
             SPLITS=splits,
             PADDED=triton.next_power_of_2(splits),
@@ -66,6 +77,9 @@ def blocks(logits, targets, peaks, masses, better, VOCAB: tl.constexpr, SPLITS: 
     tl.store(better + at, tl.sum((x > own).to(tl.int32), 0))
 
 
+_BLOCKS: Final = BoundKernel(blocks)
+
+
 @triton.jit
 def join(
     logits,
@@ -92,6 +106,9 @@ def join(
     tl.store(mass + row, tl.sum(tl.load(masses + at, mask=here, other=0.0) * tl.exp(peak - best), 0))
     tl.store(own + row, tl.load(logits + row * VOCAB + tl.load(targets + row)))
     tl.store(ranks + row, 1 + tl.sum(tl.load(better + at, mask=here, other=0), 0))
+
+
+_JOIN: Final = BoundKernel(join)
 
 
 # Specialisations compiled ahead of time: vocabularies of real models.

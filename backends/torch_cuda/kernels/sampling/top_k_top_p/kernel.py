@@ -16,10 +16,13 @@ Rows without limits return at once, on the device: one captured graph serves gre
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
 
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, divided
 
 GROUP = 32
@@ -49,13 +52,22 @@ def launch(logits, temperature, top_k, top_p, min_p):
     masses = torch.empty_like(peaks)
     listed = torch.empty((rows, groups), dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    rules = (temperature, top_k, top_p, min_p)
+    rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sizes = {"VOCAB": vocab, "GROUPS": groups, "GROUP": GROUP}
-    summarise[(rows, divided(groups, SUMMARY))](
-        logits, *rules, peaks, masses, **sizes, BLOCK=SUMMARY, num_warps=SUMMARY_WARPS
+    _SUMMARISE[(rows, divided(groups, SUMMARY))](
+        logits=logits, **rules, peaks=peaks, masses=masses, **sizes, BLOCK=SUMMARY, num_warps=SUMMARY_WARPS
     )
-    search_row[(rows,)](
-        logits, *rules, peaks, masses, listed, out, **sizes, BLOCK=TILE, LISTING=LISTED, num_warps=ROW_WARPS
+    _SEARCH_ROW[(rows,)](
+        logits=logits,
+        **rules,
+        peaks=peaks,
+        masses=masses,
+        listed=listed,
+        out=out,
+        **sizes,
+        BLOCK=TILE,
+        LISTING=LISTED,
+        num_warps=ROW_WARPS,
     )
     return out
 
@@ -88,6 +100,9 @@ def summarise(
         here = group < GROUPS
         tl.store(peaks + row * GROUPS + group, peak, mask=here)
         tl.store(masses + row * GROUPS + group, tl.sum(weight, 1), mask=here)
+
+
+_SUMMARISE: Final = BoundKernel(summarise)
 
 
 @triton.jit(do_not_specialize_on_alignment=RULES)
@@ -152,6 +167,9 @@ def search_row(
         else:
             floor = least
     tl.store(out + row, floor)
+
+
+_SEARCH_ROW: Final = BoundKernel(search_row)
 
 
 @triton.jit
