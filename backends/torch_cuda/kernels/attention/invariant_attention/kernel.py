@@ -24,6 +24,7 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.kernels.attention.alibi import behind
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention.kernel import LOG2E, NOTHING, base2, inside, tanh
 from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, ScoreRules, padded
+from pagoda.backends.torch_cuda.kernels.attention.work_list import pieces_of_each
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.fp8_convert import decode, native
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, Settings, settings
@@ -32,6 +33,9 @@ TUNING: Final = Path(__file__).with_name("tuning.json")
 
 _NARROWEST: Final = 64
 """Channels of the narrowest heads that have settings of their own; others have those."""
+
+_PROGRAMS: Final = 3
+"""Concurrent programs per multiprocessor."""
 
 _MIN_SPAN: Final = 256
 _MAX_SPANS: Final = 32
@@ -341,7 +345,7 @@ def launch(
     tokens: SequenceTokens,
     rules: ScoreRules,
     span: int,
-    workers: int,
+    workers: int | None,
     out: Tensor,
     chip: Chip,
 ) -> Tensor:
@@ -371,7 +375,10 @@ def launch(
             raise ValueError(f"tiles have {tile} tokens, at most {own_tile} fit")
     if not programs:
         return out
-    slots = -(-tables.shape[1] * page // span)
+    longest = tables.shape[1] * page
+    slots = -(-longest // span)
+    if workers is None:
+        workers = pieces_of_each(len(tokens.kv_lens), kv_heads, longest, chip, _PROGRAMS)
     workers = min(workers, slots)
     target = out
     tops = None

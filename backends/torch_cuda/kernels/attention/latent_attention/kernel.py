@@ -1,7 +1,7 @@
 """The kernels of latent attention: rotation, norm and cache write; absorbed decode attention.
 
-A decode program takes a block of rows, which are query tokens times heads, and a split of a sequence's tokens. A tile
-of latents is read once and is both keys and values. The sums of the splits are added by decode attention's `reduce`.
+A decode program takes a block of rows, which are query tokens times heads, and a piece of a sequence's tokens. A tile
+of latents is read once and is both keys and values. The sums of the pieces are added by decode attention's `reduce`.
 Positions that no token sees are clamped to a visible neighbour, so that the contents of unused slots do not matter.
 """
 
@@ -145,12 +145,11 @@ def attend(
     D: tl.constexpr, D_WIDTH: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     TOP: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of rows, split, sequence), the blocks of a sequence adjacent so that a latent is read once.
+    """Program (block of rows, sequence), the blocks of a sequence adjacent so that a latent is read once.
 
-    With `items` [M, 4], see `WorkList`, the second is a piece and there is no third. Without tops and sums there is one
-    split and its result is final; else partial is [slots, QUERY_LEN, N, R] of weighted sums, and tops and sums [slots,
-    QUERY_LEN, N] are the score that the weights are relative to and the sum of the weights. Without `items`, slots are
-    those of the splits of each sequence; empty ones are not written.
+    With `items` [M, 4], see `WorkList`, the second is a piece, and the results of pieces with a slot are partial:
+    partial is [slots, QUERY_LEN, N, R] of weighted sums, and tops and sums [slots, QUERY_LEN, N] are the score that the
+    weights are relative to and the sum of the weights.
 
     With `selected` [T, TOP] each token counts as a sequence, whose blocks are in row rows[token] of the tables, and
     attends to the first kv_lens[token] of its selected positions.
@@ -170,17 +169,10 @@ def attend(
             tl.store(sums + empty, tl.zeros([ROWS], tl.float32), mask=real)
             return
     else:
-        split = tl.program_id(1)
-        seq = tl.program_id(2)
-        splits = tl.num_programs(1)
+        seq = tl.program_id(1)
         kv_len = tl.load(kv_lens + seq)
-        share = tl.cdiv(tl.cdiv(kv_len, TILE), splits)
-        begin = split * share * TILE
-        end = tl.minimum(begin + share * TILE, kv_len)
-        part = seq * splits + split
-        if tops is not None:  # noqa: SIM102 - a compile-time test, then a run-time one
-            if begin >= end:
-                return
+        begin = 0
+        end = kv_len
 
     inside = tl.minimum(row, QUERY_LEN * HEADS - 1)
     token = (seq * QUERY_LEN + inside // HEADS).to(tl.int64)
@@ -226,17 +218,14 @@ def attend(
     weight = tl.where(top > NOTHING, weight, 0.0)
     channels = tl.arange(0, R_WIDTH)
     kept = real[:, None] & (channels < R)[None, :]
-    if tops is None:
+    if items is None:
         _store_result(out, queries, row, acc, weight, channels, kept, R)
     else:
         before = part.to(tl.int64) * (QUERY_LEN * HEADS)
-        if items is None:
-            _store_partial(partial, tops, sums, before, row, acc, top, weight, channels, kept, real, R)
+        if part < 0:
+            _store_result(out, queries, row, acc, weight, channels, kept, R)
         else:
-            if part < 0:
-                _store_result(out, queries, row, acc, weight, channels, kept, R)
-            else:
-                _store_partial(partial, tops, sums, before, row, acc, top, weight, channels, kept, real, R)
+            _store_partial(partial, tops, sums, before, row, acc, top, weight, channels, kept, real, R)
 
 
 _ATTEND: Final = BoundKernel(attend)
@@ -307,7 +296,6 @@ def decode(
     kv_lens: Tensor,
     query_len: int,
     scale: float,
-    splits: int,
     chip: Chip,
     chosen: Settings | None = None,
     rows: Tensor | None = None,
@@ -320,11 +308,9 @@ def decode(
     use = tuned(q.dtype, chip) if chosen is None else chosen
     constants = shape.constants(use, cache.shape[1])
     out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
-    slots = len(kv_lens) * splits if work is None else work.num_slots
-    several = splits > 1 or work is not None
-    partial, tops, sums = scratch(slots if several else 0, query_len, heads, rank, q.device)
+    partial, tops, sums = scratch(0 if work is None else work.num_slots, query_len, heads, rank, q.device)
     row_blocks = -(-heads * query_len // constants["ROWS"])
-    _ATTEND[(row_blocks, splits, len(kv_lens)) if work is None else (row_blocks, len(work.items), 1)](
+    _ATTEND[row_blocks, len(kv_lens if work is None else work.items)](
         absorbed=absorbed,
         q=q,
         cache=cache,
@@ -346,17 +332,14 @@ def decode(
         num_warps=use["num_warps"],
         num_stages=use["num_stages"],
     )
-    if several:
+    if work is not None:
         REDUCE[heads, tokens](
             partial=partial,
             tops=tops,
             sums=sums,
-            kv_lens=kv_lens,
-            query_counts=None,
-            merges=None if work is None else work.merges,
+            merges=work.merges,
             sinks=None,
             out=out,
-            splits=splits,
             **_reduce_constants(shape, constants),
         )
     return out
@@ -368,11 +351,6 @@ def _reduce_constants(shape: LatentShape, constants: dict[str, int]) -> dict[str
         "QUERY_LEN": shape.query_len,
         "V": shape.rank,
         "V_WIDTH": constants["R_WIDTH"],
-        "PAGE": constants["PAGE"],
-        "TILE": constants["TILE"],
-        "WINDOW": 0,
-        "SPAN": 0,
-        "BACK": 0,
         "CHUNK": CHUNK,
     }
 
@@ -405,27 +383,21 @@ def _launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
                 **dict.fromkeys(("absorbed", "q", "cache"), f"*{kind}"),
                 **dict.fromkeys(("tables", "kv_lens"), "*i32"),
                 "out": f"*{kind}",
-                **({} if direct else dict.fromkeys(("partial", "tops", "sums"), "*fp32")),
+                **({} if direct else {"items": "*i32"} | dict.fromkeys(("partial", "tops", "sums"), "*fp32")),
                 "scale": "fp32",
                 **dict.fromkeys(("token_stride", "head_stride"), "i32:16"),
                 "table_stride": "i32",
             }
-            absent: dict[str, int | None] = {"rows": None, "selected": None, "items": None, "TOP": 0}
-            absent |= dict.fromkeys(("partial", "tops", "sums")) if direct else {}
+            absent: dict[str, int | None] = {"rows": None, "selected": None, "TOP": 0}
+            absent |= dict.fromkeys(("items", "partial", "tops", "sums")) if direct else {}
             warps = use["num_warps"]
             stages = use["num_stages"]
             hot = shape.dtype != torch.float32
             launch = Launch(attend, signature, {**absent, **constants}, num_warps=warps, num_stages=stages, hot=hot)
             yield f"attend-{name}{'-direct' * direct}", launch
-            if not direct:
-                listed = {name: value for name, value in absent.items() if name != "items"} | constants
-                launch = Launch(
-                    attend, signature | {"items": "*i32"}, listed, num_warps=warps, num_stages=stages, hot=hot
-                )
-                yield f"attend-{name}-listed", launch
             if shape.query_len == 1 and not direct:
                 signature |= {"rows": "*i32", "selected": "*i32"}
-                sparse = constants | {"items": None, "TOP": 2048}
+                sparse = constants | {"TOP": 2048}
                 launch = Launch(attend, signature, sparse, num_warps=warps, num_stages=stages, hot=hot)
                 yield f"attend-{name}-selected", launch
         yield f"reduce-{name}", _reduce(shape, constants, kind)
@@ -435,12 +407,10 @@ def _launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
 def _reduce(shape: LatentShape, constants: dict[str, int], kind: str) -> Launch:
     signature = {
         **dict.fromkeys(("partial", "tops", "sums"), "*fp32"),
-        "kv_lens": "*i32",
+        "merges": "*i32",
         "out": f"*{kind}",
-        "splits": "i32",
     }
-    absent = dict.fromkeys(("query_counts", "merges", "sinks"))
-    return Launch(REDUCE.kernel, signature, {**absent, **_reduce_constants(shape, constants)}, num_stages=3)
+    return Launch(REDUCE.kernel, signature, {"sinks": None, **_reduce_constants(shape, constants)}, num_stages=3)
 
 
 def _write(shape: LatentShape, kind: str) -> Launch:
