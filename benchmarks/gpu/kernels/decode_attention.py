@@ -164,7 +164,7 @@ def make(load: Load, bench: Bench, cold_bytes: int = 0) -> Inputs:
     )
 
 
-def error(inputs: Inputs, bench: Bench, work: WorkList | None) -> tuple[float, float]:
+def error(inputs: Inputs, bench: Bench, work: WorkList | None = None) -> tuple[float, float]:
     """Return the largest absolute error against float64, and the largest in allowed roundings of bfloat16."""
     load = inputs.load
     rows = min(load.seqs, CHECKED) if load.seqs * load.context > 1 << 16 else load.seqs

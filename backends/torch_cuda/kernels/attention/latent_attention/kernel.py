@@ -7,7 +7,6 @@ Positions that no token sees are clamped to a visible neighbour, so that the con
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,10 +25,10 @@ from pagoda.backends.torch_cuda.kernels.attention.decode_attention.kernel import
     scratch,
 )
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache.kernel import weighted
-from pagoda.backends.torch_cuda.kernels.attention.shared import MIN_DOT, TRITON_TYPES, padded
+from pagoda.backends.torch_cuda.kernels.attention.shared import MIN_DOT, padded
 from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, Settings, row_stride, settings
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Settings, row_stride, settings
 
 TUNING: Final = Path(__file__).with_name("tuning.json")
 WRITE_WARPS: Final = 4
@@ -84,7 +83,7 @@ def write_kernel(
 _WRITE_KERNEL: Final = BoundKernel(write_kernel)
 
 
-def _write_constants(heads, head_dim, rank, rotary, unit_offset):
+def write_constants(heads, head_dim, rank, rotary, unit_offset):
     return {
         "HEADS": heads,
         "H": head_dim,
@@ -103,7 +102,7 @@ def write(q, latents, positions, slots, cache, cos_sin, weights):
     if not tokens:
         return
     rotary = 2 * cos_sin.shape[2]
-    shapes = _write_constants(heads, head_dim, latents.shape[1] - rotary, rotary, weights.unit_offset)
+    shapes = write_constants(heads, head_dim, latents.shape[1] - rotary, rotary, weights.unit_offset)
     _WRITE_KERNEL[(tokens, 1 + triton.cdiv(heads, shapes["HEADS_BLOCK"]))](
         q=q,
         latents=latents,
@@ -340,12 +339,12 @@ def decode(
             merges=work.merges,
             sinks=None,
             out=out,
-            **_reduce_constants(shape, constants),
+            **reduce_constants(shape, constants),
         )
     return out
 
 
-def _reduce_constants(shape: LatentShape, constants: dict[str, int]) -> dict[str, int]:
+def reduce_constants(shape: LatentShape, constants: dict[str, int]) -> dict[str, int]:
     return {
         "HEADS": shape.heads,
         "QUERY_LEN": shape.query_len,
@@ -353,78 +352,3 @@ def _reduce_constants(shape: LatentShape, constants: dict[str, int]) -> dict[str
         "V_WIDTH": constants["R_WIDTH"],
         "CHUNK": CHUNK,
     }
-
-
-# Specialisations compiled ahead of time: 128 heads on one rank, shares of them on several, several draft tokens.
-
-_PAGE: Final = 16
-_BF16 = torch.bfloat16
-_FP16 = torch.float16
-_FP32 = torch.float32
-_SHAPES: Final = (
-    LatentShape(128, 192, 512, 64, _BF16),
-    LatentShape(16, 192, 512, 64, _BF16),
-    LatentShape(16, 192, 512, 64, _BF16, query_len=4),
-    LatentShape(20, 256, 512, 64, _BF16),
-    LatentShape(8, 192, 512, 64, _BF16),
-    LatentShape(16, 192, 512, 64, _FP16),
-    LatentShape(16, 192, 512, 64, _FP32),
-)
-
-
-def _launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
-    for shape in _SHAPES:
-        use = tuned(shape.dtype, chip)
-        kind = TRITON_TYPES[shape.dtype]
-        name = f"n{shape.heads}-h{shape.head_dim}-q{shape.query_len}-{kind}"
-        constants = shape.constants(use, _PAGE)
-        for direct in (False, True):
-            signature = {
-                **dict.fromkeys(("absorbed", "q", "cache"), f"*{kind}"),
-                **dict.fromkeys(("tables", "kv_lens"), "*i32"),
-                "out": f"*{kind}",
-                **({} if direct else {"items": "*i32"} | dict.fromkeys(("partial", "tops", "sums"), "*fp32")),
-                "scale": "fp32",
-                **dict.fromkeys(("token_stride", "head_stride"), "i32:16"),
-                "table_stride": "i32",
-            }
-            absent: dict[str, int | None] = {"rows": None, "selected": None, "TOP": 0}
-            absent |= dict.fromkeys(("items", "partial", "tops", "sums")) if direct else {}
-            warps = use["num_warps"]
-            stages = use["num_stages"]
-            hot = shape.dtype != torch.float32
-            launch = Launch(attend, signature, {**absent, **constants}, num_warps=warps, num_stages=stages, hot=hot)
-            yield f"attend-{name}{'-direct' * direct}", launch
-            if shape.query_len == 1 and not direct:
-                signature |= {"rows": "*i32", "selected": "*i32"}
-                sparse = constants | {"TOP": 2048}
-                launch = Launch(attend, signature, sparse, num_warps=warps, num_stages=stages, hot=hot)
-                yield f"attend-{name}-selected", launch
-        yield f"reduce-{name}", _reduce(shape, constants, kind)
-        yield f"write-{name}", _write(shape, kind)
-
-
-def _reduce(shape: LatentShape, constants: dict[str, int], kind: str) -> Launch:
-    signature = {
-        **dict.fromkeys(("partial", "tops", "sums"), "*fp32"),
-        "merges": "*i32",
-        "out": f"*{kind}",
-    }
-    return Launch(REDUCE.kernel, signature, {"sinks": None, **_reduce_constants(shape, constants)}, num_stages=3)
-
-
-def _write(shape: LatentShape, kind: str) -> Launch:
-    signature = {
-        **dict.fromkeys(("q", "latents", "cache", "weight"), f"*{kind}"),
-        **dict.fromkeys(("positions", "slots"), "*i32"),
-        "cos_sin": "*fp32",
-        "latents_stride": "i32:16",
-        "eps": "fp32",
-    }
-    constants = _write_constants(shape.heads, shape.head_dim, shape.rank, shape.rotary, False)
-    return Launch(write_kernel, signature, constants, num_warps=WRITE_WARPS)
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    return dict(_launches(chip))

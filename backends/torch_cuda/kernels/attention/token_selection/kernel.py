@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, padded
+from pagoda.backends.torch_cuda.kernels.attention.shared import padded
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch
 
 TILE: Final = 64
 """Keys per program of `score`."""
@@ -126,7 +125,7 @@ def launch(
         scores=scores,
         table_stride=tables.stride(0),
         score_stride=scores.stride(0),
-        **_constants(heads, dim, cache.shape[1], top),
+        **constants_of(heads, dim, cache.shape[1], top),
         num_warps=SCORE_WARPS,
     )
     _SELECT[(tokens,)](
@@ -142,24 +141,6 @@ def launch(
     return selected, counts
 
 
-def _constants(heads: int, dim: int, page: int, top: int) -> dict[str, int]:
+def constants_of(heads: int, dim: int, page: int, top: int) -> dict[str, int]:
     widths = {"HEADS_WIDTH": padded(heads), "H_WIDTH": padded(dim)}
     return {"HEADS": heads, "H": dim, "PAGE": page, "TOP": top, "TILE": TILE, **widths}
-
-
-# Specialisations compiled ahead of time: an indexer of 64 heads of 128 that selects 2,048 tokens.
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    per_step = {**dict.fromkeys(("tables", "rows", "lens"), "*i32"), "table_stride": "i32", "score_stride": "i32:16"}
-    by_name = {}
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        kind = f"*{TRITON_TYPES[dtype]}"
-        signature = {**dict.fromkeys(("q", "cache", "weights"), kind), **per_step, "scores": "*fp32"}
-        by_name[f"score-{TRITON_TYPES[dtype]}"] = Launch(
-            score, signature, _constants(64, 128, 16, 2048), num_warps=SCORE_WARPS, hot=dtype != torch.float32
-        )
-    signature = {"scores": "*fp32", **dict.fromkeys(("lens", "selected", "counts"), "*i32"), "score_stride": "i32:16"}
-    by_name["select"] = Launch(select, signature, {"TOP": 2048, "BLOCK": BLOCK}, num_warps=SELECT_WARPS)
-    return by_name

@@ -8,7 +8,6 @@ chunk to chunk. States, decays and sums are float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -16,15 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, padded
+from pagoda.backends.torch_cuda.kernels.attention.shared import padded
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, arguments_of, row_stride
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, arguments_of, row_stride
 from pagoda.backends.torch_cuda.kernels.recurrent.chunks import PER_STEP, chunk_rows, softplus
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_delta import kernel as delta
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_delta.kernel import DeltaWeights
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
 from pagoda.common.models.mixers import KimiDelta
-from pagoda.common.models.primitives import Norm
 
 inverse_of = delta.inverse_of
 ELEMENTS: Final = 1024
@@ -225,7 +223,7 @@ def scan(
     tl.store(place, state, kept)
 
 
-def _constants(kernel: Any, spec: KimiDelta, **others: Any) -> dict[str, Any]:
+def constants_of(kernel: Any, spec: KimiDelta, **others: Any) -> dict[str, Any]:
     """Return those of the constants that a kernel has, by name."""
     (cache,) = spec.caches()
     every = {
@@ -274,7 +272,7 @@ def launch(
         decay_rate=weights.decay_rate,
         decay_offset=weights.decay_offset,
         out=decays,
-        **_constants(log_decays, spec),
+        **constants_of(log_decays, spec),
     )
     first = batch.num_decodes
     table_stride = batch.tables.stride(0)
@@ -283,7 +281,7 @@ def launch(
     parts = heads * -(-spec.head_dim // VALUES)
     if first:
         delta.CONVOLVE[(first, 3 * heads)](
-            **channels, chunks=None, **_constants(delta.convolve, spec, BLOCK_T=1), num_warps=1
+            **channels, chunks=None, **constants_of(delta.convolve, spec, BLOCK_T=1), num_warps=1
         )
         _STEP[(parts, first)](
             qkv=mixed,
@@ -295,14 +293,14 @@ def launch(
             out=out,
             beta_stride=beta_stride,
             table_stride=table_stride,
-            **_constants(step, spec),
+            **constants_of(step, spec),
         )
     if batch.chunks is None:
         return out
     delta.CONVOLVE[(len(batch.chunks) * (CHUNK // delta.CONVOLVED), 3 * heads)](
         **channels,
         chunks=batch.chunks,
-        **_constants(delta.convolve, spec, BLOCK_T=delta.CONVOLVED),
+        **constants_of(delta.convolve, spec, BLOCK_T=delta.CONVOLVED),
         num_warps=delta.CONVOLVE_WARPS,
     )
     grid = (len(batch.chunks), heads)
@@ -319,12 +317,12 @@ def launch(
             **spans,
             out=to,
             beta_stride=beta_stride,
-            **_constants(products, spec, QUERIES=queries),
+            **constants_of(products, spec, QUERIES=queries),
             num_warps=PRODUCT_WARPS,
         )
     precision = "ieee" if qkv.dtype == torch.float32 else "tf32x3"
     _INVERT[grid](
-        systems=systems, **spans, **_constants(invert, spec, PRECISION=precision), num_warps=delta.SOLVE_WARPS
+        systems=systems, **spans, **constants_of(invert, spec, PRECISION=precision), num_warps=delta.SOLVE_WARPS
     )
     _PREPARE[grid](
         qkv=mixed,
@@ -335,7 +333,7 @@ def launch(
         of_values=of_values,
         of_state=of_state,
         beta_stride=beta_stride,
-        **_constants(prepare, spec),
+        **constants_of(prepare, spec),
         num_warps=delta.PREPARE_WARPS,
     )
     _SCAN[(parts, len(batch.kv_lens) - first)](
@@ -347,7 +345,7 @@ def launch(
         scores=scores,
         out=out,
         table_stride=table_stride,
-        **_constants(scan, spec),
+        **constants_of(scan, spec),
         num_warps=SCAN_WARPS,
         num_stages=SCAN_STAGES,
     )
@@ -357,41 +355,3 @@ def launch(
 PRODUCT_WARPS: Final = 8
 SCAN_WARPS: Final = 8
 SCAN_STAGES: Final = 1
-
-
-# Specialisations compiled ahead of time: Kimi Linear's heads, and Ling's bounded decays.
-
-_SPEC: Final = KimiDelta(32, 128, 128, 4, Norm(1e-6))
-_BOUND: Final = -5.0
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    return dict(_launches())
-
-
-def _launches() -> Iterator[tuple[str, Launch]]:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        precision = "ieee" if dtype == torch.float32 else "tf32x3"
-        yield f"log_decays-{TRITON_TYPES[dtype]}", _build(log_decays, dtype, 4, 3)
-        yield f"log_decays-bounded-{TRITON_TYPES[dtype]}", _build(log_decays, dtype, 4, 3, BOUND=_BOUND)
-        yield f"step-{TRITON_TYPES[dtype]}", _build(step, dtype, 4, 3)
-        yield f"products-{TRITON_TYPES[dtype]}", _build(products, dtype, PRODUCT_WARPS, 3, out="*fp32", QUERIES=False)
-        yield f"products-of-queries-{TRITON_TYPES[dtype]}", _build(products, dtype, PRODUCT_WARPS, 3, QUERIES=True)
-        yield f"invert-{TRITON_TYPES[dtype]}", _build(invert, dtype, delta.SOLVE_WARPS, 3, PRECISION=precision)
-        yield f"prepare-{TRITON_TYPES[dtype]}", _build(prepare, dtype, delta.PREPARE_WARPS, 3)
-        yield f"scan-{TRITON_TYPES[dtype]}", _build(scan, dtype, SCAN_WARPS, SCAN_STAGES)
-
-
-def _build(kernel: Any, dtype: torch.dtype, warps: int, stages: int, out: str | None = None, **others: Any) -> Launch:
-    kind = f"*{TRITON_TYPES[dtype]}"
-    everything = {
-        **dict.fromkeys(("qkv", "beta", "decay", "scores", "of_values", "of_state"), kind),
-        **dict.fromkeys(("decay_rate", "decay_offset", "decays", "states", "systems"), "*fp32"),
-        **dict.fromkeys(PER_STEP, "*i32"),
-        **{"beta_stride": "i32:16", "table_stride": "i32"},
-        "out": "*fp32" if kernel is log_decays else out or kind,
-    }
-    signature = arguments_of(kernel, everything)
-    constants = _constants(kernel, _SPEC, **others)
-    return Launch(kernel, signature, constants, warps, stages, hot=dtype != torch.float32)

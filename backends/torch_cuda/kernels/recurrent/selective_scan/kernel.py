@@ -7,7 +7,6 @@ chunk to chunk, `outputs` goes through all chunks again from the states before t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, arguments_of, row_stride
+from pagoda.backends.torch_cuda.kernels.frame.launch import arguments_of, row_stride
 from pagoda.backends.torch_cuda.kernels.recurrent.chunks import PER_STEP, silu, softplus
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
 
@@ -181,7 +179,7 @@ def outputs(
         _read(state, x, gate, c, skips, out, row, lane, inside, channel, kept, gate_stride, bc_stride, C)
 
 
-def _constants(kernel: Any, channels: int, states: int, elements: int) -> dict[str, Any]:
+def constants_of(kernel: Any, channels: int, states: int, elements: int) -> dict[str, Any]:
     """Return those of the constants that a kernel has, by name."""
     every = {
         "C": channels,
@@ -226,7 +224,7 @@ def launch(v: Tensor, gate: Tensor, chosen: Selection, batch: StateStep, weights
             tables=batch.tables,
             kv_lens=batch.kv_lens,
             table_stride=table_stride,
-            **_constants(step, channels, states, elements),
+            **constants_of(step, channels, states, elements),
             num_warps=1,
         )
     if batch.chunks is None:
@@ -241,7 +239,7 @@ def launch(v: Tensor, gate: Tensor, chosen: Selection, batch: StateStep, weights
         **spans,
         kept_states=kept,
         totals=totals,
-        **_constants(chunk_states, channels, states, elements),
+        **constants_of(chunk_states, channels, states, elements),
         num_warps=1,
     )
     _PASS_STATES[(len(batch.kv_lens) - first, parts)](
@@ -254,7 +252,7 @@ def launch(v: Tensor, gate: Tensor, chosen: Selection, batch: StateStep, weights
         totals=totals,
         table_stride=table_stride,
         first_sequence=first,
-        **_constants(pass_states, channels, states, elements),
+        **constants_of(pass_states, channels, states, elements),
         num_warps=1,
     )
     _OUTPUTS[(len(batch.chunks), parts)](
@@ -262,30 +260,7 @@ def launch(v: Tensor, gate: Tensor, chosen: Selection, batch: StateStep, weights
         **read,
         **spans,
         kept_states=kept,
-        **_constants(outputs, channels, states, elements),
+        **constants_of(outputs, channels, states, elements),
         num_warps=1,
     )
     return out
-
-
-# Specialisations compiled ahead of time: Falcon-Mamba 7B's.
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    return dict(_launches())
-
-
-def _launches() -> Iterator[tuple[str, Launch]]:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        everything = {
-            **dict.fromkeys(("v", "size", "b", "c", "gate", "out"), f"*{TRITON_TYPES[dtype]}"),
-            **dict.fromkeys(("rate", "offset", "skip", "states", "kept_states", "totals"), "*fp32"),
-            **dict.fromkeys(PER_STEP, "*i32"),
-            **dict.fromkeys(("bc_stride", "gate_stride"), "i32:16"),
-            **dict.fromkeys(("table_stride", "first_sequence"), "i32"),
-        }
-        for kernel in (step, chunk_states, pass_states, outputs):
-            signature = arguments_of(kernel, everything)
-            constants = _constants(kernel, 8192, 16, 8192 * 19)
-            yield f"{kernel.__name__}-{TRITON_TYPES[dtype]}", Launch(kernel, signature, constants, 1, 3)

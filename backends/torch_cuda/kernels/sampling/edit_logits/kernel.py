@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch
-from pagoda.common.engine.sampling.logit_edits import MAX_WORD_HEADS
 
 BLOCK = 1024
 WARPS = 4
@@ -169,38 +167,3 @@ def mask_block(logits, sequences, bits, VOCAB: tl.constexpr, WORDS: tl.constexpr
 
 
 _MASK_BLOCK: Final = BoundKernel(mask_block)
-
-
-# Specialisations compiled ahead of time: vocabularies of real models, a history of 128k tokens.
-
-VOCABS = {"v128k": 128_256, "v50k": 50_257}
-LENGTH = 131_073
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    by_name = {}
-    block = {"BLOCK": BLOCK}
-    for name, vocab in VOCABS.items():
-        sizes = {"VOCAB": vocab, **block}
-        counted = {"packed": "*i32", "counts": "*i32", "count": "i32"}
-        by_name[f"count-{name}"] = Launch(
-            count_tokens, {"history": "*i32", **counted}, {"LENGTH": LENGTH, **sizes}, WARPS
-        )
-        by_name[f"penalise-{name}"] = Launch(apply_penalties, {"logits": "*fp32", **counted}, sizes, WARPS)
-        by_name[f"add-{name}"] = Launch(
-            add_values, {"logits": "*fp32", "packed": "*i32", "rows": "i32", "count": "i32"}, sizes, WARPS
-        )
-        by_name[f"ban-{name}"] = Launch(
-            ban_word,
-            {"logits": "*fp32", **dict.fromkeys(("history", "words", "heads"), "*i32"), "rows": "i32", "count": "i32"},
-            {"VOCAB": vocab, "LENGTH": LENGTH, "HEADS": MAX_WORD_HEADS, "BLOCK": MAX_WORD_HEADS},
-            WARPS,
-        )
-        by_name[f"mask-{name}"] = Launch(
-            mask_block,
-            {"logits": "*fp32", "sequences": "*i32", "bits": "*i32"},
-            {**sizes, "WORDS": -(-vocab // 32)},
-            WARPS,
-        )
-    return by_name

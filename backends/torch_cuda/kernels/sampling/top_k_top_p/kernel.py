@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, divided
+from pagoda.backends.torch_cuda.kernels.frame.launch import divided
 
 GROUP = 32
 SUMMARY = 128
@@ -332,25 +332,3 @@ def left_by(
     """Return what the threshold t leaves."""
     mass, _, _, _, _, _ = measure(values, listed, groups, t, t, by_mass, best, cold, COUNT, GROUP, BLOCK, LISTED)
     return tl.minimum(mass, COUNT)  # padding of the last tile counts if t is -inf
-
-
-# Specialisations compiled ahead of time: vocabularies of real models.
-
-VOCABS = {"v128k": 128_256, "v262k": 262_208, "v50k": 50_257}
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    rules = {"temperature": "*fp32", "top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32"}
-    by_name = {}
-    for name, vocab in VOCABS.items():
-        sizes = {"VOCAB": vocab, "GROUPS": triton.cdiv(vocab, GROUP), "GROUP": GROUP}
-        signature = {"logits": "*fp32", **rules, "peaks": "*fp32", "masses": "*fp32"}
-        by_name[f"summary-{name}"] = Launch(summarise, signature, {**sizes, "BLOCK": SUMMARY}, SUMMARY_WARPS)
-        by_name[f"search-{name}"] = Launch(
-            search_row,
-            {**signature, "listed": "*i32", "out": "*fp32"},
-            {**sizes, "BLOCK": TILE, "LISTING": LISTED},
-            ROW_WARPS,
-        )
-    return by_name
