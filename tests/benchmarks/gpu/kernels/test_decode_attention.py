@@ -62,9 +62,10 @@ def test_a_trial_calls_the_kernel_as_the_api_does(monkeypatch: pytest.MonkeyPatc
         return lambda *step: steps.append(step)
 
     monkeypatch.setattr(kernel, "DecodeLaunch", make_launch)
-    inputs.call(work=inputs.cut(2), use_kernel=True, chip=CPU.chip)
+    work = inputs.cut(2)
+    inputs.call(work=work, use_kernel=True, chip=CPU.chip)
     chosen = blocks(load.shape, CPU.chip)
-    attend(Recorded(CPU.device, CPU.chip), inputs, 0, work=inputs.cut(2), chosen=chosen)
+    attend(Recorded(CPU.device, CPU.chip), inputs, 0, work=work, chosen=chosen)
     assert (calls[0].pop("chosen"), calls[1].pop("chosen")) == (None, chosen)
     assert calls[0].keys() == calls[1].keys()
     for name, one in calls[0].items():
