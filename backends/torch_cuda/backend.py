@@ -385,7 +385,7 @@ class TorchCudaBackend:
         shapes = config.mixed_shapes
         mixed = None if shapes is None else MixedBuffers(shapes, model.buffers, config.device.torch)
         parts = StepParts(model.decoder, caches, model.sampler, model.buffers, drafts, mixed, config.attention.planned)
-        programs = StepPrograms(parts, config.graph_sizes, config.splits, self._stream)
+        programs = StepPrograms(parts, config.graph_sizes, self._stream)
         return Runner(programs, self._stream, config.layout, config.query_tile, config.round_tokens)
 
     def warmup(self) -> None:

@@ -16,9 +16,9 @@ from pagoda.backends.torch_cuda.attention_backends.triton import TritonAttn
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.mixed_steps import MixedShapes, mixed_sizes
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, DecodeBuffers, GroupBatch
-from pagoda.backends.torch_cuda.kernels.attention.decode_attention import choose_pieces, choose_splits
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention import choose_pieces
 from pagoda.backends.torch_cuda.kernels.attention.invariant_attention import query_tile as invariant_tile
-from pagoda.backends.torch_cuda.kernels.attention.latent_attention import choose_latent_pieces, choose_latent_splits
+from pagoda.backends.torch_cuda.kernels.attention.latent_attention import choose_latent_pieces
 from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import query_tile as latent_tile
 from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import round_capacity
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import make_tiles, query_tile
@@ -122,21 +122,6 @@ class RankConfig:
     def quantised(self) -> bool:
         """True if matrices are quantised, at load or in the checkpoint."""
         return self.pack is not None or bool(self.schemes)
-
-    @property
-    def splits(self) -> dict[int, int]:
-        """Decode batch size -> split-KV count of decode attention, for the layer with the fewest KV heads."""
-        longest = self.limits.max_model_len
-        chip = self.device.chip
-        share = self.shard.share
-        kv_heads = min((share(mixer.kv_heads) for mixer in attentions(self.spec, self.drafter)), default=0)
-        latent_heads = min((share(mixer.heads) for mixer in latent_attentions(self.spec, self.drafter)), default=0)
-
-        def splits(size: int) -> int:
-            of_attention = choose_splits(size, kv_heads, longest, chip) if kv_heads else 1
-            return max(of_attention, choose_latent_splits(size, latent_heads, longest, chip) if latent_heads else 1)
-
-        return {size: splits(size) for size in self.graph_sizes.sizes}
 
     @property
     def pieces(self) -> dict[int, int]:
@@ -357,7 +342,6 @@ def _one_sequence(
         groups=tuple(GroupBatch(to_device(row[None]), every + int(row[0]) * block_size) for row in blocks),
         num_decodes=0,
         tiles=to_device(make_tiles(length, 0, tile)),
-        splits=1,
         tile=tile,
         chunks=to_device(make_tiles(length, 0, CHUNK)),
     )

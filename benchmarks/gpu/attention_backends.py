@@ -110,11 +110,7 @@ def decode_calls(bench: Bench, shape: Heads, load: str, name: str) -> Timed:
     inputs = decode_attention.make(
         decode_attention.small(wanted) if bench.tiny else wanted, bench, bench.choose(decode_attention.COLD_BYTES, 1)
     )
-    how = {
-        "splits": decode_attention.choose_splits(seqs, shape.kv_heads, context, bench.chip),
-        "use_kernel": bench.use_kernel,
-        "chip": bench.chip,
-    }
+    how = {"work": inputs.planned(bench), "use_kernel": bench.use_kernel, "chip": bench.chip}
     copies, want = range(len(inputs.tables)), inputs.call(0, **how)
     if name == OURS:
         return Timed([partial(inputs.call, copy, **how) for copy in copies], want)
@@ -160,7 +156,7 @@ def prefill_calls(bench: Bench, shape: Heads, load: str, name: str) -> Timed:
 def step_of(tables: Tensor, kv_lens: Tensor, num_decodes: int) -> CudaStepBatch:
     """Return a step with the fields that attention reads."""
     none = torch.zeros(0, dtype=torch.int32, device=tables.device)
-    return CudaStepBatch(none, none, none, kv_lens, (GroupBatch(tables, none),), num_decodes, None, splits=1)
+    return CudaStepBatch(none, none, none, kv_lens, (GroupBatch(tables, none),), num_decodes, None)
 
 
 def mixer_of(shape: Heads) -> Attention:

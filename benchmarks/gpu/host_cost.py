@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 from pagoda.backends.torch_cuda.backend import TorchCudaBackend, create
 from pagoda.backends.torch_cuda.device import CPU, Device, find_device
 from pagoda.backends.torch_cuda.kernels.frame import bound
-from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundLaunch
 from pagoda.backends.torch_cuda.model import parts
 from pagoda.benchmarks.gpu import model
 from pagoda.common.backend import BackendOptions
@@ -128,7 +128,7 @@ class KernelDevice(Device):
 
 
 def _no_program(*_: object) -> tuple[Callable[..., None], int, int]:
-    """Replaces `BoundKernel._compile`: a program that does nothing."""
+    """Replaces `BoundLaunch._compile`: a program that does nothing."""
     return _launch_nothing, 0, 0
 
 
@@ -156,7 +156,7 @@ def eager_cost(steps: int) -> dict[str, float]:
         patch.object(parts, "_float32_linear", lambda x, weight, bias: product(x, weight).float()),
         patch.object(Tensor, "get_device", lambda self: 0),
         patch.object(bound, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 0))),
-        patch.object(BoundKernel, "_compile", _no_program),
+        patch.object(BoundLaunch, "_compile", _no_program),
         patch.object(JITFunction, "run", lambda self, *args, **how: None),
     ):
         backend = create(options, KernelDevice(CPU.torch, CPU.chip, CPU.name))

@@ -73,7 +73,7 @@ def decode_by(bench: Bench, load: decode_attention.Load, peer: Callable[..., Cal
     """Return microseconds of a peer over the same cache. `peer(inputs, copy)` prepares a call returning [S, N, H]."""
     inputs = decode_attention.make(load, bench, bench.choose(decode_attention.COLD_BYTES, 1))
     copies = len(inputs.tables)
-    how = {"splits": 1, "use_kernel": bench.use_kernel, "chip": bench.chip}
+    how = {"use_kernel": bench.use_kernel, "chip": bench.chip}
     try:
         calls = [peer(inputs, copy) for copy in range(copies)]
         got = calls[0]()

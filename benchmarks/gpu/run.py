@@ -282,7 +282,7 @@ def best(numbers: dict[str, dict[str, dict]]) -> dict[str, dict]:
         if "us" in trial:
             usual.setdefault(trial["key"], trial["us"])  # the current settings are tried first
             if trial["us"] < fastest.get(trial["key"], {"us": float("inf")})["us"]:
-                fastest[trial["key"]] = {name: trial[name] for name in ("us", "settings", "splits") if name in trial}
+                fastest[trial["key"]] = {name: trial[name] for name in ("us", "settings", "pieces") if name in trial}
     return {key: chosen | {"of_usual": chosen["us"] / usual[key]} for key, chosen in fastest.items()}
 
 

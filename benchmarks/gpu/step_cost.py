@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from pagoda.backends.torch_cuda.execution.mixed_steps import MAX_TOKENS
-from pagoda.backends.torch_cuda.kernels.attention.decode_attention import choose_pieces, choose_splits
-from pagoda.backends.torch_cuda.kernels.attention.work_list import plan_work
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention import PROGRAMS, choose_pieces
+from pagoda.backends.torch_cuda.kernels.attention.work_list import pieces_of_each, plan_work
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.benchmarks.gpu import model
 
@@ -97,8 +97,8 @@ class Step:
             lengths = np.minimum(items[:, 2], lens[items[:, 0]]) - items[:, 1]
             parts = int(merges[merges[:, 1] > 1, 1].sum())
         else:
-            splits = choose_splits(len(lens), kv_heads, self.config["max_position_embeddings"], CHIP)
-            lengths, parts = -(-lens // splits), len(lens) * splits if splits > 1 else 0
+            pieces = pieces_of_each(len(lens), kv_heads, self.config["max_position_embeddings"], CHIP, PROGRAMS)
+            lengths, parts = -(-lens // pieces), len(lens) * pieces if pieces > 1 else 0
         yield Kernel("decode attention", layers, read, longest=layers * int(lengths.max()) * item)
         if parts or self.balanced:
             yield Kernel("sum of parts", layers, layers * 2 * 4 * parts * heads * h)

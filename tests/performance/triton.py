@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 
-PROGRAM = "pagoda.backends.torch_cuda.kernels.frame.aot"
+PROGRAM = "pagoda.benchmarks.gpu.aot.compile"
 
 
 def environment() -> dict[str, str]:

@@ -18,7 +18,7 @@ RESULTS: dict[str, Any] = {
     "failed": {},
     "wrong": [],
     "best": {
-        "16bit_h128_r16": {"us": 8.0, "settings": {"ROWS": 16, "TILE": 32}, "splits": 4, "of_usual": 0.8},
+        "16bit_h128_r16": {"us": 8.0, "settings": {"ROWS": 16, "TILE": 32}, "pieces": 4, "of_usual": 0.8},
         "h128_b2": {"us": 8.0, "settings": {"BLOCK_M": 64}, "of_usual": 0.98},
         "weight_only int4-16": {"us": 8.0, "settings": {"CHANNELS": 128}, "of_usual": 0.9},
     },

@@ -69,7 +69,6 @@ class TritonMla:
             batch.kv_lens[: batch.num_decodes],
             query_len=batch.query_len,
             scale=spec.scale,
-            splits=batch.splits,
             work=batch.work,
             use_kernel=self.device.use_kernels,
             chip=self.device.chip,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, GroupBatch, make_slots
+from pagoda.backends.torch_cuda.kernels.attention.work_list import cut_evenly
 from pagoda.backends.torch_cuda.memory.cache import CudaCache
 from pagoda.backends.torch_cuda.model.drafters import CudaDraftDecoder, DraftTokens
 from pagoda.backends.torch_cuda.sampling import CudaSampler
@@ -61,11 +62,12 @@ class DraftPasses:
             batch = replace(batch, token_ids=after)
         return decoder.first(DraftTokens(batch, step.features), self.caches)
 
-    def run(self, step: DraftStep, tokens: Tensor, rows: Tensor, width: int, splits: int) -> Tensor:
+    def run(self, step: DraftStep, tokens: Tensor, rows: Tensor, width: int, pieces: int = 0) -> Tensor:
         """Return the guesses int32 [S, K] after each sequence, recorded by row.
 
         `tokens`, `rows` [R]: of the step's rows of logits, `width` per sequence: the sampled token, -1 after a
-        rejected draft, and the batch row.
+        rejected draft, and the batch row. `pieces`: that attention cuts the sequences into together if the step's own
+        work list lacks some of them, those with prompts; 0: attention takes no work list.
         """
         own = self.first(step)
         count = len(step.guess_counts)
@@ -83,7 +85,7 @@ class DraftPasses:
             # A drafter that reads next tokens has its first guess from the pass over all tokens.
             ahead = number if self.decoder.reads_next else number + 1
             at = torch.where(active, position + ahead, 0).clamp_(max=self._max_len - 1)
-            batch = self._single(step.batch, every, guessed, at, active, splits)
+            batch = self._single(step.batch, every, guessed, at, active, pieces)
             token_ids, read = self.decoder.guess(number, features, DraftTokens(batch, read), self.caches)
             guessed = token_ids.to(torch.int32)
             self.guesses[:count, number] = guessed
@@ -91,7 +93,7 @@ class DraftPasses:
         return self.guesses[:count]
 
     def _single(
-        self, batch: CudaStepBatch, every: Tensor, token_ids: Tensor, positions: Tensor, active: Tensor, splits: int
+        self, batch: CudaStepBatch, every: Tensor, token_ids: Tensor, positions: Tensor, active: Tensor, pieces: int
     ) -> CudaStepBatch:
         """Return a decode of one token of each sequence; those that are not `active` read and write the null block."""
         count = len(every)
@@ -100,14 +102,17 @@ class DraftPasses:
         for table in tables:
             slots = make_slots(table[None], every, positions, self._block_size)[0]
             groups.append(GroupBatch(table, slots.masked_fill_(~active, 0)))
+        kv_lens = torch.where(active, positions + 1, 0).to(torch.int32)
+        work = batch.work
+        if batch.num_decodes != count:
+            work = cut_evenly(kv_lens, -(-pieces // count)) if pieces else None
         return CudaStepBatch(
             token_ids=token_ids,
             positions=positions,
             query_start=torch.arange(count + 1, device=every.device, dtype=torch.int32),
-            kv_lens=torch.where(active, positions + 1, 0).to(torch.int32),
+            kv_lens=kv_lens,
             groups=tuple(groups),
             num_decodes=count,
             tiles=None,
-            splits=splits,
-            work=batch.work if batch.num_decodes == count else None,
+            work=work,
         )

@@ -117,7 +117,6 @@ class MixedBuffers:
             self._decode.tables(shape.seqs),
             before,
             num_decodes=shape.seqs,
-            splits=1,
             block_size=self._decode.block_size,
             tile=self.shapes.tile,
         )

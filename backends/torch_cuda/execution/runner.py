@@ -108,12 +108,9 @@ class StepPrograms:
     LoRA adapters there is a second one of each, for steps in which a sequence has one.
     """
 
-    def __init__(
-        self, parts: StepParts, graph_sizes: GraphSizes, splits: Mapping[int, int], stream: DeviceStream
-    ) -> None:
+    def __init__(self, parts: StepParts, graph_sizes: GraphSizes, stream: DeviceStream) -> None:
         self.parts = parts
         self.graph_sizes = graph_sizes
-        self.splits = splits
         self._stream = stream
         self._pool = stream.graph_pool()
         most = 1 + parts.sampler.max_drafts
@@ -216,10 +213,9 @@ class StepPrograms:
     def _make_forward(self, size: int, width: int, adapted: bool) -> Run:
         parts = self.parts
         buffers = self.parts.buffers
-        splits = self.splits[size]
 
         def run() -> None:
-            batch = buffers.batch(size, parts.sampler.newest, splits, width, adapted=adapted)
+            batch = buffers.batch(size, parts.sampler.newest, width, adapted=adapted)
             slots = batch.adapter_slots
             hidden, features = self.hidden(batch)
             if parts.drafts is not None:
@@ -246,13 +242,12 @@ class StepPrograms:
     def _make_draft(self, size: int, width: int, adapted: bool) -> Run:
         parts = self.parts
         rows = size * width
-        splits = self.splits[size]
         tokens = parts.buffers.tokens[:rows]
         packed = parts.buffers.sampling(rows)
 
         def run() -> None:
             assert parts.drafts is not None
-            parts.drafts.run(self._left[size, width, adapted], tokens, packed[0], width, splits)
+            parts.drafts.run(self._left[size, width, adapted], tokens, packed[0], width)
 
         return run
 
@@ -345,8 +340,8 @@ class Runner:
             rows = step.rows
             tokens = parts.buffers.tokens[:rows]
             packed = parts.buffers.sampling(rows)
-            splits = self.programs.splits[self.programs.graph_sizes.bucket_for(step.plan.num_seqs)]
-            guesses = parts.drafts.run(left, tokens, packed[0], step.width, splits)
+            pieces = parts.buffers.pieces.get(self.programs.graph_sizes.bucket_for(step.plan.num_seqs), 0)
+            guesses = parts.drafts.run(left, tokens, packed[0], step.width, pieces)
         if step.plan.num_guesses is None:
             return sampled
         return replace(sampled, guesses=self.stream.fetch(guesses).array)
@@ -485,7 +480,6 @@ class Runner:
             tables(shape, packed),
             programs.parts.sampler.newest,
             num_decodes=step.num_decodes,
-            splits=programs.splits[programs.graph_sizes.bucket_for(max(step.num_decodes, 1))],
             block_size=self._block_size,
             tile=self._tile,
             adapted=step.adapted,

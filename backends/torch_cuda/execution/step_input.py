@@ -68,7 +68,6 @@ class CudaStepBatch:
     groups: tuple[GroupBatch, ...]  # one per group of the KV layout
     num_decodes: int
     tiles: Tensor | None  # int32 [n, 2]; None: decodes only
-    splits: int  # programs per sequence of decode attention without a work list
     query_len: int = 1
     query_counts: Tensor | None = None  # int32 [num_decodes]: how many of their tokens are not padding; None: all
     tile: int | None = None  # None: each layer's own default, the same for all
@@ -79,7 +78,7 @@ class CudaStepBatch:
     embedded: Embedded | None = None  # prompt embeddings; None: all tokens are looked up
     # int32 [T]: slot of each token's LoRA adapter, the number of slots for tokens without one; None: no token has one
     adapter_slots: Tensor | None = None
-    work: WorkList | None = None  # of the decodes; None: attention is not balanced by their lengths
+    work: WorkList | None = None  # the pieces of the decodes; None: each is read by one program
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -312,7 +311,6 @@ def make_batch(
     before: RowTokens,
     *,
     num_decodes: int,
-    splits: int,
     block_size: int,
     tile: int | None = None,
     adapted: bool = False,
@@ -344,7 +342,6 @@ def make_batch(
         groups=tuple(map(GroupBatch, tables, slots)),
         num_decodes=num_decodes,
         tiles=shape.sections["tiles"].of(packed) if shape.tiles else None,
-        splits=splits,
         query_len=shape.query_len or 1,
         query_counts=None if shape.query_len is None else shape.vector(packed, "query_counts"),
         tile=tile,
@@ -455,9 +452,7 @@ class DecodeBuffers:
         """Return int32 [R]: the token of each row of logits of a step of `size` sequences."""
         return self._shape(size, query_len).vector(self._prefix, "logits_indices")
 
-    def batch(
-        self, size: int, before: RowTokens, splits: int, query_len: int = 1, *, adapted: bool = False
-    ) -> CudaStepBatch:
+    def batch(self, size: int, before: RowTokens, query_len: int = 1, *, adapted: bool = False) -> CudaStepBatch:
         """Return the step of `size` sequences with `query_len` tokens each in the buffers; see `make_batch`."""
         return make_batch(
             self._shape(size, query_len),
@@ -465,7 +460,6 @@ class DecodeBuffers:
             self.tables(size),
             before,
             num_decodes=size,
-            splits=splits,
             block_size=self.block_size,
             adapted=adapted,
         )

@@ -14,7 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention.decode_attention import PagedDecode, choose_splits, decode_attention
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention import (
+    PROGRAMS,
+    PagedDecode,
+    choose_pieces,
+    decode_attention,
+)
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention.kernel import (
     DecodeBlockSizes,
     DecodeShape,
@@ -22,6 +27,7 @@ from pagoda.backends.torch_cuda.kernels.attention.decode_attention.kernel import
     candidates,
 )
 from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules
+from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList, cut_evenly, pieces_of_each, plan_work
 from pagoda.benchmarks.gpu.measure import BF16, FP8, Bench, Number, copy_bandwidth, is_refusal, verdict, worst
 
 PAGE = 16
@@ -121,6 +127,16 @@ class Inputs:
             **how,
         )
 
+    def cut(self, pieces: int, rows: int | None = None) -> WorkList | None:
+        """Return the work list of the first `rows` sequences, each in so many pieces."""
+        return cut_evenly(self.kv_lens[:rows], pieces)
+
+    def planned(self, bench: Bench) -> WorkList:
+        """Return the work list that a step would have."""
+        pieces = choose_pieces(self.load.seqs, self.load.kv_heads, bench.chip)
+        items, merges = plan_work(self.kv_lens.cpu().numpy(), pieces)
+        return WorkList(*(torch.from_numpy(array).to(self.q.device) for array in (items, merges)))
+
 
 def make(load: Load, bench: Bench, cold_bytes: int = 0) -> Inputs:
     """Return random inputs, as many copies as fill `cold_bytes`, at least two unless it is 0."""
@@ -148,26 +164,25 @@ def make(load: Load, bench: Bench, cold_bytes: int = 0) -> Inputs:
     )
 
 
-def error(inputs: Inputs, bench: Bench, splits: int | None = None) -> tuple[float, float]:
+def error(inputs: Inputs, bench: Bench, work: WorkList | None = None) -> tuple[float, float]:
     """Return the largest absolute error against float64, and the largest in allowed roundings of bfloat16."""
     load = inputs.load
     rows = min(load.seqs, CHECKED) if load.seqs * load.context > 1 << 16 else load.seqs
-    num_splits = choose_splits(load.seqs, load.kv_heads, load.context, bench.chip) if splits is None else splits
-    got = inputs.call(splits=num_splits, use_kernel=bench.use_kernel, chip=bench.chip)[: rows * load.query_len]
-    want = inputs.call(rows=rows, q=inputs.q[0].double(), splits=1, use_kernel=False, chip=bench.chip)
+    got = inputs.call(work=work, use_kernel=bench.use_kernel, chip=bench.chip)[: rows * load.query_len]
+    want = inputs.call(rows=rows, q=inputs.q[0].double(), use_kernel=False, chip=bench.chip)
     got = bench.spoiled(got)
     return float((got.double() - want).abs().max()), worst(got, want, ROUNDINGS)
 
 
 def checks(bench: Bench) -> Iterator[Number]:
-    """Yield every case, each with one split and with several."""
+    """Yield every case, its sequences whole and in several pieces."""
     for name, load in ERRORS.items():
         yield Number(name, partial(check, bench, small(load) if bench.tiny else load))
 
 
 def check(bench: Bench, load: Load) -> dict:
     inputs = make(load, bench)
-    each = [error(inputs, bench, splits) for splits in (1, 2, 7)]
+    each = [error(inputs, bench, inputs.cut(pieces)) for pieces in (1, 2, 7)]
     return verdict(max(r for _, r in each), absolute=max(a for a, _ in each))
 
 
@@ -192,12 +207,12 @@ def speeds(bench: Bench) -> Iterator[Number]:
 def speed(bench: Bench, load: Load) -> dict:
     """Return microseconds of a call, bytes of K and V per second, also relative to a copy, and the error."""
     inputs = make(load, bench, bench.choose(COLD_BYTES, 1))
-    splits = choose_splits(load.seqs, load.kv_heads, load.context, bench.chip)
-    absolute, roundings = error(inputs, bench)
-    how = {"splits": splits, "use_kernel": bench.use_kernel, "chip": bench.chip}
+    work = inputs.planned(bench)
+    absolute, roundings = error(inputs, bench, work)
+    how = {"work": work, "use_kernel": bench.use_kernel, "chip": bench.chip}
     took = seconds(bench, inputs, lambda copy: inputs.call(copy, **how))
     rate = load.bytes_read / took
-    speed = {"us": took * 1e6, "bytes_per_s": rate, "of_copy": rate / copy_bandwidth(bench), "splits": splits}
+    speed = {"us": took * 1e6, "bytes_per_s": rate, "of_copy": rate / copy_bandwidth(bench), "pieces": len(work.items)}
     return verdict(roundings, absolute=absolute, **speed)
 
 
@@ -224,31 +239,32 @@ def trials(bench: Bench) -> Iterator[Number]:
 
 
 def trial(bench: Bench, load: Load, chosen: DecodeBlockSizes, shared: list[Inputs]) -> dict:
-    """Return the best number of splits for these blocks. `shared`: inputs, shared by the trials of a load."""
+    """Return the best number of pieces of a sequence for these blocks. `shared`: the inputs of all trials of a load."""
     if not shared:
         shared.append(make(load, bench, bench.choose(COLD_BYTES, 1)))
     inputs, tried = shared[0], {}
-    usual = choose_splits(load.seqs, load.kv_heads, load.context, bench.chip)
-    for splits in sorted({1, 2, 4, 8, usual}):
+    usual = pieces_of_each(load.seqs, load.kv_heads, load.context, bench.chip, PROGRAMS)
+    for pieces in sorted({1, 2, 4, 8, usual}):
+        work = inputs.cut(pieces)
         try:
-            took = seconds(bench, inputs, partial(attend, bench, inputs, splits=splits, chosen=chosen), 10)
+            took = seconds(bench, inputs, partial(attend, bench, inputs, work=work, chosen=chosen), 10)
         except Exception as refused:
             if not is_refusal(refused):
                 raise
             return {"key": load.shape.key, "settings": asdict(chosen), "refused": str(refused)[:200]}
-        tried[splits] = took * 1e6
-    best = min(tried, key=lambda splits: tried[splits])
+        tried[pieces] = took * 1e6
+    best = min(tried, key=lambda pieces: tried[pieces])
     of_copy = load.bytes_read / tried[best] * 1e6 / copy_bandwidth(bench)
-    us = {"us": tried[best], "splits": best, "us_of_splits": tried, "of_copy": of_copy}
+    us = {"us": tried[best], "pieces": best, "us_of_pieces": tried, "of_copy": of_copy}
     return {"key": load.shape.key, "settings": asdict(chosen), **us}
 
 
-def attend(bench: Bench, inputs: Inputs, copy: int, *, splits: int, chosen: DecodeBlockSizes) -> Tensor:
+def attend(bench: Bench, inputs: Inputs, copy: int, *, work: WorkList | None, chosen: DecodeBlockSizes) -> Tensor:
     """Call with blocks on trial; on a CPU in plain torch, which has none."""
     if not bench.use_kernel:
-        return inputs.call(copy, splits=splits, use_kernel=False, chip=bench.chip)
+        return inputs.call(copy, work=work, use_kernel=False, chip=bench.chip)
     load, q = inputs.load, inputs.q[copy]
     rules = ScoreRules(load.head_dim**-0.5, load.window, load.softcap, inputs.sinks, None, inputs.scale, inputs.scale)
     how = {"dtype": q.dtype, "group": load.heads // load.kv_heads, "query_len": load.query_len}
     paged = PagedDecode(inputs.keys, inputs.values, rules, **how, use_kernel=True, chip=bench.chip, chosen=chosen)
-    return paged(q, inputs.tables[copy], inputs.kv_lens, torch.empty_like(q), splits=splits)
+    return paged(q, inputs.tables[copy], inputs.kv_lens, torch.empty_like(q), work=work)

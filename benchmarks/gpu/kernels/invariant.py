@@ -14,7 +14,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention.decode_attention import choose_splits
 from pagoda.backends.torch_cuda.kernels.attention.invariant_attention import (
     SequenceTokens,
     invariant_attention,
@@ -82,12 +81,12 @@ def check_decode(bench: Bench, load: decodes.Load) -> dict:
     got = decode(bench, inputs, 0, 4)
     others = [decode(bench, inputs, 0, workers, rows) for workers, rows in ((1, load.seqs), (1, 1), (7, 2))]
     same = all(torch.equal(each, got[: len(each)]) for each in others)
-    want = inputs.call(q=inputs.q[0].double(), splits=1, use_kernel=False, chip=bench.chip)
+    want = inputs.call(q=inputs.q[0].double(), use_kernel=False, chip=bench.chip)
     result = verdict(worst(bench.spoiled(got), want, ROUNDINGS))
     return result | {"right": result["right"] and same, "same_bits": same}
 
 
-def decode(bench: Bench, inputs: decodes.Inputs, copy: int, workers: int, rows: int | None = None) -> Tensor:
+def decode(bench: Bench, inputs: decodes.Inputs, copy: int, workers: int | None, rows: int | None = None) -> Tensor:
     """Return attention of the first `rows` sequences."""
     load = inputs.load
     return invariant_attention(
@@ -145,9 +144,8 @@ def speeds(bench: Bench) -> Iterator[Number]:
 def decode_speed(bench: Bench, load: decodes.Load) -> dict:
     """Return the figures of a decode in a CUDA graph; bytes are those of K and V."""
     inputs = decodes.make(load, bench, bench.choose(decodes.COLD_BYTES, 1))
-    workers = choose_splits(load.seqs, load.kv_heads, load.context, bench.chip)
-    took = decodes.seconds(bench, inputs, lambda copy: decode(bench, inputs, copy, workers))
-    return figures(bench, took, load.bytes_read) | {"workers": workers}
+    took = decodes.seconds(bench, inputs, lambda copy: decode(bench, inputs, copy, None))
+    return figures(bench, took, load.bytes_read)
 
 
 def prefill_speed(bench: Bench, load: prefills.Load) -> dict:
@@ -185,7 +183,6 @@ def attention_calls(bench: Bench, heads: int, dim: int) -> list[Callable[[], obj
     usual = decodes.Load(64, 4096, heads=heads, head_dim=dim, cache=BF16)
     load = bench.choose(usual, small_decode(usual))
     inputs = decodes.make(load, bench)
-    workers = choose_splits(load.seqs, load.kv_heads, load.context, bench.chip)
     prompt = prefills.Load(((4096, 0),), heads=heads, head_dim=dim, cache=BF16)
     prompts = prefill_inputs(bench, bench.choose(prompt, small_prefill(prompt)))
-    return [partial(decode, bench, inputs, 0, workers), partial(prefill, bench, prompts)]
+    return [partial(decode, bench, inputs, 0, None), partial(prefill, bench, prompts)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention.latent_attention import (
-    choose_latent_splits,
+    even_latent_pieces,
     latent_decode,
     latent_selected,
 )
@@ -28,6 +28,7 @@ from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import (
     round_capacity,
 )
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import make_tiles
+from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList, cut_evenly
 from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, each_of, figures, settings_trials, verdict, worst
 
 PAGE = 16
@@ -86,14 +87,14 @@ class LatentCall:
         floats = (x.float() for x in (self.q, self.absorbed, self.kv_b, self.cache))
         return LatentCall(self.load, *floats, self.tables, self.kv_lens)
 
-    def decode(self, bench: Bench, splits: int, *, use_kernel: bool) -> Tensor:
-        how = {"scale": 0.07, "splits": splits, "use_kernel": use_kernel, "chip": bench.chip}
+    def decode(self, bench: Bench, work: WorkList | None, *, use_kernel: bool) -> Tensor:
+        how = {"scale": 0.07, "work": work, "use_kernel": use_kernel, "chip": bench.chip}
         return latent_decode(self.absorbed, self.q, self.cache, self.tables, self.kv_lens, **how)
 
     def selected(
-        self, bench: Bench, rows: Tensor, positions: Tensor, counts: Tensor, splits: int, *, use_kernel: bool
+        self, bench: Bench, rows: Tensor, positions: Tensor, counts: Tensor, work: WorkList | None, *, use_kernel: bool
     ) -> Tensor:
-        how = {"scale": 0.07, "splits": splits, "use_kernel": use_kernel, "chip": bench.chip}
+        how = {"scale": 0.07, "work": work, "use_kernel": use_kernel, "chip": bench.chip}
         return latent_selected(self.absorbed, self.q, self.cache, self.tables, rows, positions, counts, **how)
 
     def prefill(self, bench: Bench, *, use_kernel: bool) -> Callable[[], Tensor]:
@@ -161,8 +162,8 @@ def small(load: LatentLoad, bench: Bench) -> LatentLoad:
 
 def check_decode(bench: Bench, load: LatentLoad) -> dict:
     inputs = latent_inputs(small(load, bench), bench)
-    got = [inputs.decode(bench, splits, use_kernel=bench.use_kernel) for splits in (1, 4)]
-    want = inputs.wide().decode(bench, 1, use_kernel=False).double()
+    got = [inputs.decode(bench, cut_evenly(inputs.kv_lens, n), use_kernel=bench.use_kernel) for n in (1, 4)]
+    want = inputs.wide().decode(bench, None, use_kernel=False).double()
     return verdict(max(worst(bench.spoiled(each), want, ROUNDINGS) for each in got))
 
 
@@ -176,8 +177,9 @@ def check_prefill(bench: Bench, load: LatentLoad) -> dict:
 def check_selected(bench: Bench, load: LatentLoad) -> dict:
     inputs, top = latent_inputs(small(load, bench), bench), bench.choose(TOP, 16)
     arguments = selected_positions(inputs, top)
-    got = [inputs.selected(bench, *arguments, splits, use_kernel=bench.use_kernel) for splits in (1, 4)]
-    want = inputs.wide().selected(bench, *arguments, 1, use_kernel=False).double()
+    works = [cut_evenly(arguments[2], pieces) for pieces in (1, 4)]
+    got = [inputs.selected(bench, *arguments, work, use_kernel=bench.use_kernel) for work in works]
+    want = inputs.wide().selected(bench, *arguments, None, use_kernel=False).double()
     return verdict(max(worst(bench.spoiled(each), want, ROUNDINGS) for each in got))
 
 
@@ -200,19 +202,21 @@ def speeds(bench: Bench) -> Iterator[Number]:
 
 def decode_speed(bench: Bench, load: LatentLoad) -> dict:
     load = small(load, bench)
-    inputs, splits = latent_inputs(load, bench), choose_latent_splits(load.seqs, load.heads, load.context, bench.chip)
-    replay = bench.recorded([lambda: inputs.decode(bench, splits, use_kernel=bench.use_kernel)])
+    inputs = latent_inputs(load, bench)
+    work = even_latent_pieces(load.seqs, load.heads, load.context, bench.device, bench.chip)
+    replay = bench.recorded([lambda: inputs.decode(bench, work, use_kernel=bench.use_kernel)])
     took = bench.median_ms(lambda _: replay(), 20) / 1e3
-    return figures(bench, took, load.bytes_of(load.context), load.decode_flop(load.context)) | {"splits": splits}
+    return figures(bench, took, load.bytes_of(load.context), load.decode_flop(load.context))
 
 
 def selected_speed(bench: Bench, load: LatentLoad) -> dict:
     load, top = small(load, bench), bench.choose(TOP, 16)
-    inputs, splits = latent_inputs(load, bench), choose_latent_splits(load.seqs, load.heads, top, bench.chip)
+    inputs = latent_inputs(load, bench)
+    work = even_latent_pieces(load.seqs, load.heads, top, bench.device, bench.chip)
     arguments = selected_positions(inputs, top)
-    replay = bench.recorded([lambda: inputs.selected(bench, *arguments, splits, use_kernel=bench.use_kernel)])
+    replay = bench.recorded([lambda: inputs.selected(bench, *arguments, work, use_kernel=bench.use_kernel)])
     took = bench.median_ms(lambda _: replay(), 20) / 1e3
-    return figures(bench, took, load.bytes_of(top), load.decode_flop(top)) | {"splits": splits}
+    return figures(bench, took, load.bytes_of(top), load.decode_flop(top))
 
 
 def prefill_speed(bench: Bench, load: LatentLoad) -> dict:
@@ -241,8 +245,8 @@ def decode_calls(bench: Bench, loads: tuple[LatentLoad, ...]) -> list[Callable[[
     calls = []
     for load in loads:
         load = small(load, bench)
-        splits = choose_latent_splits(load.seqs, load.heads, load.context, bench.chip)
-        calls.append(partial(latent_inputs(load, bench).decode, bench, splits, use_kernel=bench.use_kernel))
+        work = even_latent_pieces(load.seqs, load.heads, load.context, bench.device, bench.chip)
+        calls.append(partial(latent_inputs(load, bench).decode, bench, work, use_kernel=bench.use_kernel))
     return calls
 
 

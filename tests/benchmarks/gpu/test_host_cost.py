@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundLaunch
 from pagoda.benchmarks.gpu import host_cost
 
 
@@ -22,15 +22,15 @@ def test_steps_with_and_without_a_prompt() -> None:
 def test_an_eager_step_launches_up_to_the_driver(monkeypatch) -> None:
     """A norm before and after the mixer, the head's, rope and cache, attention, activation; the sampler's are more."""
     names: Counter[str] = Counter()
-    start, begin, compiled = BoundKernel.start, BoundKernel._compile, Tensor.get_device
+    start, begin, compiled = BoundLaunch.start, BoundLaunch._compile, Tensor.get_device
 
-    def count(self: BoundKernel, *launch: Any) -> None:
+    def count(self: BoundLaunch, *launch: Any) -> None:
         names[self.kernel.__name__] += 1
         start(self, *launch)
 
-    monkeypatch.setattr(BoundKernel, "start", count)
+    monkeypatch.setattr(BoundLaunch, "start", count)
     assert host_cost.eager_cost(steps=1)["step_us"] > 0
     of_layer = {"norm_kernel": 2, "rope_cache_kernel": 1, "prefill_attention": 1, "activation_kernel": 1}
     for name, each in of_layer.items():
         assert names[name] == 2 * (32 * each + (name == "norm_kernel")), "one step to warm up, one that is measured"
-    assert (BoundKernel._compile, Tensor.get_device) == (begin, compiled)
+    assert (BoundLaunch._compile, Tensor.get_device) == (begin, compiled)

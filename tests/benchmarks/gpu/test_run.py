@@ -347,7 +347,7 @@ def test_results_are_reused_for_the_same_code_and_machine_only(tmp_path: Path) -
 def test_best_settings_are_compared_with_those_in_use() -> None:
     trials = {
         "usual": {"key": "k", "settings": {"n": 1}, "us": 10.0},
-        "better": {"key": "k", "settings": {"n": 2}, "us": 8.0, "splits": 4},
+        "better": {"key": "k", "settings": {"n": 2}, "us": 8.0, "pieces": 4},
         "refused": {"key": "k", "settings": {"n": 3}, "refused": "registers"},
     }
-    assert best({"part": trials}) == {"k": {"us": 8.0, "settings": {"n": 2}, "splits": 4, "of_usual": 0.8}}
+    assert best({"part": trials}) == {"k": {"us": 8.0, "settings": {"n": 2}, "pieces": 4, "of_usual": 0.8}}

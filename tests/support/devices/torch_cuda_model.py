@@ -15,6 +15,7 @@ from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, Group
 from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import BLOCK as BLOCK_OF_ROUND
 from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import ExpansionRound, plan_rounds
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import make_tiles
+from pagoda.backends.torch_cuda.kernels.attention.work_list import cut_evenly
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK as CHUNK_OF_STATE
 from pagoda.backends.torch_cuda.memory import cache
 from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
@@ -133,7 +134,7 @@ class TorchCudaModel:
             ),
             num_decodes=decodes + more_seqs,
             tiles=torch.from_numpy(tiles) if len(tiles) else None,
-            splits=2,
+            work=cut_evenly(torch.tensor(kv_lens[: decodes + more_seqs], dtype=torch.int32), 2),
             tile=TILE,
             chunks=torch.from_numpy(make_tiles(lengths.astype(np.int32), decodes, CHUNK_OF_STATE))
             if len(tiles)

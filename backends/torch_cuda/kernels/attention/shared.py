@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import Tensor
 
 MIN_DOT: Final = 16
@@ -13,13 +12,6 @@ MIN_DOT: Final = 16
 
 MIN_DOT_8: Final = 32
 """Channels that the smallest product of 8-bit numbers sums over."""
-
-TRITON_TYPES: Final = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8e4nv",
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,10 +11,12 @@ length, Graham, 1969).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
@@ -33,6 +35,13 @@ NO_SEQUENCE: Final = -1
 WHOLE: Final = -1
 """Slot of a piece that is all of its sequence: its result is final."""
 
+MAX_WAVES: Final = 8
+"""Maximum waves of programs over sequences of equal lengths: with more, neither a partial wave nor one long sequence
+costs much."""
+
+GOOD_OCCUPANCY: Final = 0.95
+"""Fraction of the best occupancy that suffices: the fewest pieces that reach it are chosen."""
+
 _OPEN: Final = 2**31 - 1
 """End of the last piece of a sequence: whatever the device says that its length is."""
 
@@ -43,6 +52,25 @@ def pieces_for(seqs: int, programs_per_piece: int, chip: Chip, programs: int) ->
     `programs_per_piece`: its KV heads, or blocks of them; `programs`: that run concurrently on a multiprocessor.
     """
     return max(1, min(seqs, WAVES) * programs * chip.sms // programs_per_piece)
+
+
+@cache
+def pieces_of_each(seqs: int, programs_per_piece: int, longest: int, chip: Chip, programs: int) -> int:
+    """Return into how many pieces each of `seqs` sequences is cut whose lengths, up to `longest`, are about equal.
+
+    The last wave of programs should fill the chip, too. The other arguments are those of `pieces_for`.
+    """
+    slots = programs * chip.sms
+    pairs = seqs * programs_per_piece
+    maximum = max(1, min(-(-longest // GRAIN), MAX_WAVES * slots // pairs))
+    minimum = max(1, min(maximum, min(seqs, WAVES) * slots // pairs))
+
+    def occupancy(pieces: int) -> float:
+        programs = pairs * pieces
+        return programs / (-(-programs // slots) * slots)
+
+    best = max(map(occupancy, range(minimum, maximum + 1)))
+    return next(n for n in range(minimum, maximum + 1) if occupancy(n) >= GOOD_OCCUPANCY * best)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,3 +130,27 @@ def plan_work(kv_lens: Int32, pieces: int) -> tuple[Int32, Int32]:
     places = np.where(pieces_of > 1, slots[sequences] + piece, WHOLE)
     items = np.stack((sequences, begins, ends, places), 1)[order].astype(np.int32)
     return items, np.stack((slots, counts), 1).astype(np.int32)
+
+
+def cut_evenly(kv_lens: Tensor, pieces: int) -> WorkList | None:
+    """Return the list, made on the device, of sequences of kv_lens int32 [S] tokens, each in `pieces` equal parts.
+
+    None for one piece: attention without a list takes each sequence in one piece.
+    """
+    if pieces == 1:
+        return None
+    numbers = torch.arange(len(kv_lens) * pieces, dtype=torch.int32, device=kv_lens.device).view(-1, pieces)
+    piece = numbers[:1]
+    sequences = numbers[:, :1] // pieces
+    share = (kv_lens[:, None] + (GRAIN * pieces - 1)) // (GRAIN * pieces) * GRAIN
+    begins = piece * share
+    ends = torch.where(piece == pieces - 1, _OPEN, begins + share)
+    items = torch.stack((sequences.expand_as(numbers), begins, ends, numbers), 2).view(-1, 4)
+    merges = torch.cat((numbers[:, :1], torch.full_like(sequences, pieces)), 1)
+    return WorkList(items.to(torch.int32), merges)
+
+
+@cache
+def fixed_work(seqs: int, longest: int, pieces: int, device: torch.device) -> WorkList | None:
+    """Return the list of sequences that mostly have `longest` tokens, each in `pieces` parts; see `cut_evenly`."""
+    return cut_evenly(torch.full((seqs,), longest, dtype=torch.int32, device=device), pieces)

@@ -1,17 +1,18 @@
-"""Launches of Triton kernels that are bound ahead: what a call was compiled to is found by types and alignment alone.
+"""Launches of Triton kernels that are bound ahead: a compiled program is looked up by types and alignment alone.
 
-At each launch Triton binds names, specialises every argument, compares a key of strings and the values of globals. A
-step that is not captured launches hundreds of kernels with the arguments of the last one, but for addresses and counts.
-Here such a launch costs the tuple that it is found by, about half of that; a launch whose last arguments are fixed once
-for a layer describes the others alone. Keys are at least as fine as Triton's, so no program runs that Triton would not
-run. What is new is launched by Triton, which compiles it. Triton's launch hooks are not called.
+At each launch Triton binds names, specialises every argument, and compares a key of strings and the values of globals.
+A step that is not captured launches hundreds of kernels whose arguments differ from those of the last step in addresses
+and counts alone. Here such a launch costs about half as much: it builds the tuple that its program is looked up by. A
+launch whose last arguments are fixed once for a layer describes only the others. Keys are at least as fine as Triton's,
+so no program runs that Triton would not run. A combination that is new is launched by Triton, which compiles it.
+Triton's launch hooks are not called.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Final
 
 from torch import Tensor
@@ -21,92 +22,112 @@ _ALIGNMENT: Final = 16
 _NARROW: Final = 1 << 31
 """First integer that Triton passes in 64 bits."""
 
+OPTIONS: Final = ("num_warps", "num_stages", "enable_fp_fusion")
+"""Triton's options that a launch may choose."""
+
 Key = tuple[Any, ...]
 
 
 class BoundKernel:
-    """A kernel's launcher: `BoundKernel(kernel)[grid](*arguments, **constants)`, tensors first on the device.
+    """A kernel's launcher: `BoundKernel(kernel)[grid](x=x, count=count, SIZE=16, num_warps=4)`, all by keyword.
 
-    Positional arguments are all that the kernel has at run time, keywords its constants and options.
+    Keywords are the kernel's arguments, its constants and Triton's options. The first argument is a tensor. Raise
+    TypeError if a constant of the kernel stands before one of its arguments.
     """
 
     def __init__(self, kernel: Any) -> None:
+        parameters = inspect.signature(kernel.fn).parameters.values()
+        names = [parameter.name for parameter in parameters]
         self.kernel = kernel
-        self._programs: dict[Key, dict[Key, Any]] = {}  # by what is fixed, then by the other arguments
-        self._unused: tuple[None, ...] | None = None
+        self.arguments = tuple(x.name for x in parameters if "constexpr" not in str(x.annotation))
+        self.constants = tuple(names[len(self.arguments) :])
+        if names != [*self.arguments, *self.constants]:
+            raise TypeError(f"{kernel.fn.__name__} has constants before its last argument, {self.arguments[-1]}")
+        self._launch = _with_keywords(kernel.fn.__name__, self.arguments, self.constants)
+        self._launches: dict[Key, BoundLaunch] = {}  # The key is the values of constants and options.
+        self._programs: dict[Key, dict[Key, Any]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, grid)
+        return partial(self._launch, self, grid)
 
-    def fixed(self, *last: Any, **constants: Any) -> BoundLaunch:
-        """Return a launcher with the last arguments and all constants fixed."""
-        return BoundLaunch(self, last, constants)
+    def fixed(self, **given: Any) -> Callable[..., None]:
+        """Return `launch(grid, x=x)`: the constants and the kernel's last arguments, those that are given, are fixed.
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        self.start(grid, args, (), [], constants, self.programs((), constants))
+        The addresses of fixed tensors are read once, as by a graph that is captured. Raise TypeError if other arguments
+        than the last ones are fixed.
+        """
+        launch = BoundLaunch(self, given)
+        return partial(_with_keywords(self.kernel.fn.__name__, launch.names), launch)
+
+    def start(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+        """Launch with the values of all arguments, and of constants and options, in the kernel's order."""
+        launch = self._launches.get(constants)
+        if launch is None:
+            given = dict(zip((*self.constants, *OPTIONS), constants, strict=True))
+            absent = [name for name in OPTIONS if given[name] is None]
+            launch = BoundLaunch(self, {name: value for name, value in given.items() if name not in absent})
+            self._launches[constants] = launch
+        launch.start(grid, args)
 
     def programs(self, fixed: Key, constants: Mapping[str, Any]) -> dict[Key, Any]:
         """Return the programs compiled so far for the constants, and fixed arguments with the key `fixed`."""
         return self._programs.setdefault((*constants, *constants.values(), *fixed), {})
 
-    def start(
-        self,
-        grid: tuple[int, ...],
-        args: tuple[Any, ...],
-        last: tuple[Any, ...],
-        last_values: list[Any],
-        constants: Mapping[str, Any],
-        programs: dict[Key, Any],
-    ) -> None:
-        """Launch with arguments `args`, then `last`, which a program takes as `last_values`."""
-        if self._unused is None:
-            self._unused = self._constants_after(len(args) + len(last))
-        device = args[0].get_device()
+
+class BoundLaunch:
+    """A kernel with constants, options and the last of its arguments fixed; the others are called `names`."""
+
+    def __init__(self, kernel: BoundKernel, given: Mapping[str, Any]) -> None:
+        last = {name: given[name] for name in kernel.arguments if name in given}
+        constants = {name: value for name, value in given.items() if name not in last}
+        self.kernel = kernel.kernel
+        self.names = kernel.arguments[: len(kernel.arguments) - len(last)]
+        if kernel.arguments != (*self.names, *last):
+            raise TypeError(f"{self.kernel.fn.__name__}: {', '.join(last)} are not its last arguments")
+        self._given = {**last, **constants}
+        key, values = describe(tuple(last.values()))
+        self._values = *values, *[None] * len(kernel.constants)
+        self._programs = kernel.programs(key, constants)
+
+    def start(self, grid: tuple[int, ...], first: tuple[Any, ...]) -> None:
+        """Launch with the values of the arguments that are not fixed, in the kernel's order."""
+        device = first[0].get_device()
         if device < 0:  # the interpreter
-            self.kernel[grid](*args, *last, **constants)
+            self.kernel[grid](**dict(zip(self.names, first, strict=True)), **self._given)
             return
-        key, values = describe(args)
+        key, values = describe(first)
         found_by = (device, *key)
-        program = programs.get(found_by)
+        program = self._programs.get(found_by)
         if program is None:
-            programs[found_by] = self._compile(grid, (*args, *last), constants)
+            self._programs[found_by] = self._compile(grid, first)
             return
         run, function, metadata = program
         stream = driver.active.get_current_stream(device)
-        run(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *values, *last_values, *self._unused)
+        run(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *values, *self._values)
 
-    def _compile(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: Mapping[str, Any]) -> Key:
+    def _compile(self, grid: tuple[int, ...], first: tuple[Any, ...]) -> Key:
         """Let Triton launch the kernel; return what launches its program again."""
-        compiled = self.kernel[grid](*args, **constants)
+        compiled = self.kernel[grid](**dict(zip(self.names, first, strict=True)), **self._given)
         return compiled.run, compiled.function, compiled.packed_metadata
 
-    def _constants_after(self, arguments: int) -> tuple[None, ...]:
-        """Return what a compiled program takes in place of its constants.
 
-        Raise TypeError unless the first `arguments` parameters, and no others, are arguments at run time.
-        """
-        parameters = inspect.signature(self.kernel.fn).parameters.values()
-        late = [each.name for each in parameters if "constexpr" not in str(each.annotation)]
-        if late != [each.name for each in parameters][:arguments]:
-            raise TypeError(f"{self.kernel.fn.__name__} has {arguments} arguments by position, but needs {late}")
-        return (None,) * (len(parameters) - arguments)
+@cache
+def _with_keywords(name: str, arguments: tuple[str, ...], constants: tuple[str, ...] = ()) -> Callable[..., None]:
+    """Return a function `name` of a launcher, a grid and these keywords, which starts the launcher with their values.
 
-
-class BoundLaunch:
-    """A kernel with its last arguments and all constants fixed: `launch(grid, *first arguments)`.
-
-    The addresses of fixed tensors are read once, as by a graph that is captured.
+    With constants, Triton's options are keywords too. Python matches keywords with the parameters of a function in a
+    fraction of the time that a dictionary of them costs.
     """
-
-    def __init__(self, kernel: BoundKernel, last: tuple[Any, ...], constants: Mapping[str, Any]) -> None:
-        self._kernel = kernel
-        self._last = last
-        self._constants = constants
-        key, self._values = describe(last)
-        self._programs = kernel.programs(key, constants)
-
-    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
-        self._kernel.start(grid, args, self._last, self._values, self._constants, self._programs)
+    values = [f"({', '.join(arguments)},)"]
+    keywords = [*arguments, *constants]
+    if constants:
+        values.append(f"({', '.join((*constants, *OPTIONS))})")
+        keywords += [f"{option}=None" for option in OPTIONS]
+    head = f"def {name}(_launcher, _grid, /, *, {', '.join(keywords)}):"
+    namespace: dict[str, Any] = {}
+    exec(f"{head} _launcher.start(_grid, {', '.join(values)})", namespace)
+    made: Callable[..., None] = namespace[name]
+    return made
 
 
 def describe(args: tuple[Any, ...]) -> tuple[Key, list[Any]]:

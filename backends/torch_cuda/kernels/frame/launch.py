@@ -1,4 +1,4 @@
-"""What every kernel folder shares: chips, ahead-of-time launch descriptions, tuned launch settings, checks.
+"""What every kernel folder shares: chips, tuned launch settings, checks.
 
 The chip is an argument, never read from the running machine, so that every kernel compiles for any chip on any machine.
 Source of `CHIPS`: NVIDIA, CUDA C++ Programming Guide, technical specifications per compute capability; `sms` of the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -71,20 +71,6 @@ def find_chip(capability: tuple[int, int], sms: int) -> Chip:
         )
     nearest = known[-1]
     return Chip(capability, nearest.shared_bytes, sms, nearest.float8)
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A specialisation of a kernel, for compilation without a GPU. Pointers count as aligned to 16 bytes."""
-
-    kernel: Any
-    signature: Mapping[str, str]  # run-time argument -> Triton type: *bf16, fp32, i32, i32:16 (a multiple of 16)
-    constants: Mapping[str, Any] = field(default_factory=dict)  # every other argument
-    num_warps: int = 4
-    num_stages: int = 2
-    hot: bool = True  # spilled registers are an error
-    wgmma: bool = False  # on sm_90 its products must be warp-group instructions
-    fused: bool = True  # multiplications and additions may be fused
 
 
 def arguments_of(kernel: Any, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,11 +31,15 @@ class StateStep:
     num_decodes: int
     positions: Tensor | None = None  # int32 [T], for mixers with RoPE
 
-    @property
-    def prefills(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The states, and tables, query_start and kv_lens of the sequences after the decodes."""
+    def prefill_arguments(self) -> dict[str, Tensor]:
+        """Return a kernel's arguments: states, and tables, query_start and kv_lens of the sequences after decodes."""
         first = self.num_decodes
-        return self.states, self.tables[first:], self.query_start[first:], self.kv_lens[first:]
+        return {
+            "states": self.states,
+            "tables": self.tables[first:],
+            "query_start": self.query_start[first:],
+            "kv_lens": self.kv_lens[first:],
+        }
 
     def check(self, elements: int) -> None:
         """Raise ValueError for other shapes or types, `elements` in the state of a sequence."""

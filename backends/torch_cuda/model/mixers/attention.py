@@ -98,7 +98,6 @@ class CudaPagedHeads:
                 tokens,
                 rules,
                 span=span,
-                workers=batch.splits,
                 out=out,
                 use_kernel=self.device.use_kernels,
                 chip=self.device.chip,
@@ -124,9 +123,7 @@ class CudaPagedHeads:
         if kv_lens.shape[0] > batch.num_decodes:
             tables = tables[: batch.num_decodes]
             kv_lens = kv_lens[: batch.num_decodes]
-        return attend(
-            queries, tables, kv_lens, out, query_counts=batch.query_counts, splits=batch.splits, work=batch.work
-        )
+        return attend(queries, tables, kv_lens, out, query_counts=batch.query_counts, work=batch.work)
 
     def _decode_over(self, cache: CudaLayerCache, queries: Tensor, query_len: int) -> PagedDecode:
         return PagedDecode(

@@ -15,7 +15,7 @@ from pagoda.backends.reference.execution import PackedPrompts
 from pagoda.backends.reference.model.ops import select_blocks
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.attention.block_selection import SelectedPages, select_pages
-from pagoda.backends.torch_cuda.kernels.attention.decode_attention import choose_splits, decode_attention
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention import decode_attention, even_pieces
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import rotated
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaCache, CudaLayerCache
 from pagoda.backends.torch_cuda.model.mixers.attention import CudaAttention
@@ -105,7 +105,8 @@ class CudaBlockAttention(CudaAttention):
         sequences = queries.view(-1, self.heads // self.kv_heads, self.spec.head_dim)
         keys, values = (SelectedPages.pages_of(each, blocks) for each in (cache.keys, cache.values))
         one = self.span is not None or batch.tiles is not None
-        splits = 1 if one else choose_splits(len(sequences), 1, blocks.top_k * blocks.tokens, self.device.chip)
+        longest = blocks.top_k * blocks.tokens
+        chip = self.device.chip
         parts = [
             decode_attention(
                 part,
@@ -116,9 +117,9 @@ class CudaBlockAttention(CudaAttention):
                 scale=self.spec.scale,
                 k_scale=cache.k_scale,
                 v_scale=cache.v_scale,
-                splits=splits,
+                work=None if one else even_pieces(len(lens), 1, longest, lens.device, chip),
                 use_kernel=self.device.use_kernels,
-                chip=self.device.chip,
+                chip=chip,
             )
             for part, tables, lens in zip(
                 *(each.split(MAX_SEQUENCES) for each in (sequences, selected.tables, selected.lens))

@@ -16,7 +16,11 @@ from pagoda.backends.reference.execution import PackedPrompts, attend
 from pagoda.backends.reference.model.mixers.latent_attention import IndexQueries
 from pagoda.backends.reference.model.ops import query_growth
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
-from pagoda.backends.torch_cuda.kernels.attention.latent_attention import latent_selected, write_latents
+from pagoda.backends.torch_cuda.kernels.attention.latent_attention import (
+    even_latent_pieces,
+    latent_selected,
+    write_latents,
+)
 from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import latent_prefill, query_tile
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import NormWeights, rotated
 from pagoda.backends.torch_cuda.kernels.attention.token_selection import select_tokens
@@ -151,6 +155,10 @@ class CudaLatentAttention:
         """Return [T, N, V] of queries [T, N, H] over the positions selected for each; absorbed, prefills too."""
         key_up, value_up = self.project.per_head
         absorbed = torch.bmm(q[..., : self.spec.nope_dim].transpose(0, 1), key_up).transpose(0, 1)
+        work = None
+        if batch.tiles is None:
+            tokens, heads, _ = q.shape
+            work = even_latent_pieces(tokens, heads, selected.shape[1], q.device, self.device.chip)
         attended = latent_selected(
             absorbed,
             q,
@@ -160,7 +168,7 @@ class CudaLatentAttention:
             selected,
             counts,
             scale=self.spec.scale,
-            splits=batch.splits if batch.tiles is None else 1,
+            work=work,
             use_kernel=self.device.use_kernels,
             chip=self.device.chip,
         )

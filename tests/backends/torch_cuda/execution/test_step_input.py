@@ -58,7 +58,7 @@ def test_packed_tokens_have_their_positions_and_slots(lengths: list[int], contex
     shape = CudaStepShape(tokens=16, seqs=4, rows=4, groups=2, width=table_width(step_plan))
     numbers = torch.from_numpy(packed(step_plan, shape))
     before = RowTokens(torch.arange(500, 520, dtype=torch.int32), torch.zeros(20, dtype=torch.int32))
-    batch = make_batch(shape, numbers, tables(shape, numbers), before, num_decodes=1, splits=1, block_size=BLOCK)
+    batch = make_batch(shape, numbers, tables(shape, numbers), before, num_decodes=1, block_size=BLOCK)
     positions = [c + at for c, n in zip(context, lengths) for at in range(n)]
     token_rows = [s for s, n in enumerate(lengths) for _ in range(n)]
     assert batch.token_ids.tolist() == [505, *range(1001, 1000 + total)] + [0] * (16 - total)
@@ -84,7 +84,7 @@ def test_rejected_drafts_lower_the_positions_of_tokens_in_flight() -> None:
     rejected = torch.zeros(20, dtype=torch.int32)
     rejected[5:8] = torch.tensor([2, 3, 1])
     before = RowTokens(torch.arange(500, 520, dtype=torch.int32), rejected)
-    batch = make_batch(shape, numbers, tables(shape, numbers), before, num_decodes=4, splits=1, block_size=BLOCK)
+    batch = make_batch(shape, numbers, tables(shape, numbers), before, num_decodes=4, block_size=BLOCK)
     assert batch.query_len == 4
     assert batch.token_ids.tolist() == [0, 0, 0, 505, 0, 0, 0, 1001, 0, 507, 1003, 1004, *[0] * 4]
     assert batch.positions.tolist() == [0, 0, 0, 7, 0, 0, 0, 2, 0, 11, 12, 13, *[0] * 4]
@@ -115,7 +115,7 @@ def test_sections_are_aligned_and_do_not_overlap(seqs: int) -> None:
 
 def test_a_size_reads_the_same_addresses_whatever_the_width() -> None:
     buffers = DecodeBuffers(8, 2, 40, 16, torch.device("cpu"), BLOCK, pieces={4: 9, 8: 9})
-    before = buffers.batch(4, RowTokens(*torch.zeros((2, 20), dtype=torch.int32)), splits=1)
+    before = buffers.batch(4, RowTokens(*torch.zeros((2, 20), dtype=torch.int32)))
     assert before.work is not None
     assert (len(before.work.items), len(before.work.merges)) == (4 + 9, 4)
     for step_plan in (plan([1, 1, 1], [9, 0, 6]), plan([1, 1], [150, 0])):

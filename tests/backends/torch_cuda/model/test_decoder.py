@@ -144,7 +144,7 @@ def test_a_decode_step_does_not_synchronize(kind: str, comm: Comm, monkeypatch: 
     caches = cache.allocate(layout, (8,), torch.float32, shard, empty)
     seqs = empty((5,), torch.int32)
     group = GroupBatch(empty((5, 4), torch.int32), seqs)
-    batch = CudaStepBatch(seqs, seqs, empty((6,), torch.int32), seqs, (group,) * len(layout.groups), 5, None, splits=2)
+    batch = CudaStepBatch(seqs, seqs, empty((6,), torch.int32), seqs, (group,) * len(layout.groups), 5, None)
     hidden = decoder.hidden(batch, caches)
     assert hidden.shape == (5, 32)
     assert decoder.logits(hidden).shape == (5, 96)

@@ -41,9 +41,9 @@ def test_the_reference_in_bfloat16_passes_and_a_wrong_one_does_not(name: str):
     assert 0 < absolute < 0.1
     assert 0 < roundings <= 1
     inputs.kv_lens[-1] -= 1
-    want = inputs.call(splits=1, use_kernel=False, chip=CPU.chip)
+    want = inputs.call(use_kernel=False, chip=CPU.chip)
     inputs.kv_lens[-1] += 1
-    got = inputs.call(splits=1, use_kernel=False, chip=CPU.chip)
+    got = inputs.call(use_kernel=False, chip=CPU.chip)
     assert worst(got, want.double(), 3) > 1
 
 
@@ -62,9 +62,10 @@ def test_a_trial_calls_the_kernel_as_the_api_does(monkeypatch: pytest.MonkeyPatc
         return lambda *step: steps.append(step)
 
     monkeypatch.setattr(kernel, "DecodeLaunch", make_launch)
-    inputs.call(splits=2, use_kernel=True, chip=CPU.chip)
+    work = inputs.cut(2)
+    inputs.call(work=work, use_kernel=True, chip=CPU.chip)
     chosen = blocks(load.shape, CPU.chip)
-    attend(Recorded(CPU.device, CPU.chip), inputs, 0, splits=2, chosen=chosen)
+    attend(Recorded(CPU.device, CPU.chip), inputs, 0, work=work, chosen=chosen)
     assert (calls[0].pop("chosen"), calls[1].pop("chosen")) == (None, chosen)
     assert calls[0].keys() == calls[1].keys()
     for name, one in calls[0].items():

@@ -9,17 +9,15 @@ from __future__ import annotations
 from math import gcd
 from typing import Any, Final
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, padded
+from pagoda.backends.torch_cuda.kernels.attention.shared import padded
 from pagoda.backends.torch_cuda.kernels.attention.token_selection.kernel import ordered
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, arguments_of
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame.launch import arguments_of
 from pagoda.common.models.mixers import BlockIndexer
-from pagoda.common.models.primitives import Norm
-from pagoda.common.models.rope import Rope
 
 ROWS: Final = 64
 """Queries per program of `score` where several tokens of a sequence follow one another."""
@@ -72,6 +70,9 @@ def score(
         best = tl.maximum(best, tl.max(tl.where(visible, products, float("-inf")), 1))
     best = tl.where(block > own - LOCAL, float("inf"), best)
     tl.store(scores + query * blocks + block, best, scored)
+
+
+_SCORE: Final = BoundKernel(score)
 
 
 @triton.jit(do_not_specialize=["kv_tables", "rows", "lens", "kv_table_stride", "blocks"])
@@ -127,6 +128,9 @@ def select(
     tl.store(selected_lens + query, (written - count) * TOKENS + length)  # the last block is the query's own
 
 
+_SELECT: Final = BoundKernel(select)
+
+
 def launch(
     q: Tensor,
     cache: Tensor,
@@ -145,17 +149,35 @@ def launch(
     if not tokens:
         return
     blocks = scores.shape[2]
-    of_score = _constants(score, spec, heads, cache.shape[1], several)
-    score[(triton.cdiv(tokens, of_score["TILE"]), blocks)](
-        q, cache, tables, rows, lens, scores, tokens, tables.stride(0), blocks, **of_score, num_warps=SCORE_WARPS
-    )  # fmt: skip
-    select[(tokens, heads)](
-        scores, kv_tables, rows, lens, selected, selected_lens, kv_tables.stride(0), blocks,
-        **_constants(select, spec, heads, cache.shape[1], several), num_warps=SELECT_WARPS,
-    )  # fmt: skip
+    of_score = constants_of(score, spec, heads, cache.shape[1], several)
+    _SCORE[(triton.cdiv(tokens, of_score["TILE"]), blocks)](
+        q=q,
+        cache=cache,
+        tables=tables,
+        rows=rows,
+        lens=lens,
+        scores=scores,
+        tokens=tokens,
+        table_stride=tables.stride(0),
+        blocks=blocks,
+        **of_score,
+        num_warps=SCORE_WARPS,
+    )
+    _SELECT[(tokens, heads)](
+        scores=scores,
+        kv_tables=kv_tables,
+        rows=rows,
+        lens=lens,
+        selected=selected,
+        selected_lens=selected_lens,
+        kv_table_stride=kv_tables.stride(0),
+        blocks=blocks,
+        **constants_of(select, spec, heads, cache.shape[1], several),
+        num_warps=SELECT_WARPS,
+    )
 
 
-def _constants(function: Any, spec: BlockIndexer, heads: int, page: int, several: bool) -> dict[str, int]:
+def constants_of(function: Any, spec: BlockIndexer, heads: int, page: int, several: bool) -> dict[str, int]:
     """Return those of the constants that a kernel has, by name."""
     size = gcd(spec.tokens, page)
     tile = max(1, ROWS // heads) if several else 1
@@ -167,30 +189,3 @@ def _constants(function: Any, spec: BlockIndexer, heads: int, page: int, several
         **{"TILE": tile, "ROWS": padded(tile * heads)},
     }
     return arguments_of(function, every)
-
-
-# Specialisations compiled ahead of time: MiniMax-M3's indexer.
-
-_SPEC: Final = BlockIndexer(128, 128, 16, 1, Rope(5e6, 64), Norm(1e-6))
-_KV_HEADS: Final = 4
-_PAGE: Final = 16
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    by_name = {}
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        kind = f"*{TRITON_TYPES[dtype]}"
-        hot = dtype != torch.float32
-        signature = {"q": kind, "cache": kind, **dict.fromkeys(("tables", "rows", "lens"), "*i32"), "scores": "*fp32"}
-        signature |= dict.fromkeys(("tokens", "table_stride", "blocks"), "i32")
-        for name, several in (("decode", False), ("prefill", True)):
-            constants = _constants(score, _SPEC, _KV_HEADS, _PAGE, several)
-            by_name[f"score-{name}-{TRITON_TYPES[dtype]}"] = Launch(
-                score, signature, constants, num_warps=SCORE_WARPS, hot=hot
-            )
-    arrays = ("kv_tables", "rows", "lens", "selected", "selected_lens")
-    signature = {"scores": "*fp32", **dict.fromkeys(arrays, "*i32"), "kv_table_stride": "i32", "blocks": "i32"}
-    constants = _constants(select, _SPEC, _KV_HEADS, _PAGE, False)
-    by_name["select"] = Launch(select, signature, constants, num_warps=SELECT_WARPS)
-    return by_name

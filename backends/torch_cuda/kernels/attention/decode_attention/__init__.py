@@ -1,4 +1,4 @@
-"""Attention of sequences with few new tokens each over a paged KV cache, every sequence split over several programs."""
+"""Attention of sequences with few new tokens each over a paged KV cache, long sequences cut into several pieces."""
 
 from __future__ import annotations
 
@@ -8,26 +8,14 @@ from torch import Tensor
 from pagoda.backends.reference.model.ops import softcap as capped
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention import kernel
 from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules
-from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList, pieces_for
+from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList, fixed_work, pieces_for, pieces_of_each
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
 
-__all__ = ["PagedDecode", "choose_pieces", "choose_splits", "decode_attention"]
+__all__ = ["PagedDecode", "choose_pieces", "decode_attention", "even_pieces"]
 
 MAX_QUERY_LEN = 8
 PROGRAMS = 3
 """Concurrent programs per multiprocessor with the settings for one token and heads of up to 128."""
-
-MIN_SPLIT_TOKENS = 64
-"""Minimum tokens per split: smaller ones cost more than they hide."""
-
-MIN_WAVES = 2
-"""Minimum waves of programs, to balance short and long sequences; one for a single sequence."""
-
-MAX_WAVES = 8
-"""Maximum waves: beyond, neither a partial wave nor one long sequence costs much."""
-
-GOOD_OCCUPANCY = 0.95
-"""Fraction of the best occupancy that suffices: the fewest splits that reach it are chosen."""
 
 
 class PagedDecode:
@@ -75,7 +63,6 @@ class PagedDecode:
         out: Tensor,
         *,
         query_counts: Tensor | None = None,
-        splits: int = 1,
         work: WorkList | None = None,
     ) -> Tensor:
         """Write the attention of each token to its sequence up to itself to `out` [T, N, V], contiguous; return it.
@@ -84,9 +71,8 @@ class PagedDecode:
         + j, whose K and V are in the cache already. query_counts int32 [S]: how many of a sequence's tokens, the last
         ones, are not padding (default: all); what only padding would see is not read, and its rows are finite. tables
         int32 [S, W], kv_lens int32 [S], at most W * B: read on the device; table entries and cache slots that no token
-        sees are not read. kv_len 0 is padding: zeros. splits: programs per sequence's keys (`choose_splits`); `work`:
-        pieces of the sequences in its place, which plain torch does not need. Raise ValueError for other shapes or
-        types.
+        sees are not read. kv_len 0 is padding: zeros. `work`: the pieces that the sequences are cut into, which plain
+        torch does not need; without them a program reads a whole sequence. Raise ValueError for other shapes or types.
         """
         seqs = kv_lens.shape[0]
         if q.shape != (seqs * self._query_len, *self._shape) or tables.shape[0] != seqs:
@@ -96,14 +82,12 @@ class PagedDecode:
             raise ValueError("q, out, a row of tables and kv_lens must be contiguous")
         if tables.dtype != torch.int32 or kv_lens.dtype != torch.int32:
             raise ValueError(f"tables are {tables.dtype}, kv_lens {kv_lens.dtype}, not int32")
-        if splits < 1:
-            raise ValueError(f"splits is {splits}")
         if work is not None and work.merges.shape[0] != seqs:
             raise ValueError(f"the work list has {len(work.merges)} sequences, kv_lens {seqs}")
         if self._launch is None:
             arrays = q, self.keys, self.values, tables, kv_lens, self._query_len, query_counts, self.rules
             return out.copy_(decode_attention_reference(*arrays))
-        self._launch(q, tables, kv_lens, query_counts, splits, work, out)
+        self._launch(q, tables, kv_lens, query_counts, work, out)
         return out
 
 
@@ -126,7 +110,6 @@ def decode_attention(
     root: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    splits: int = 1,
     work: WorkList | None = None,
     use_kernel: bool,
     chip: Chip,
@@ -145,7 +128,7 @@ def decode_attention(
         chip=chip,
     )
     out = q.new_empty(*q.shape[:2], values.shape[3])
-    return attend(q, tables, kv_lens, out, query_counts=query_counts, splits=splits, work=work)
+    return attend(q, tables, kv_lens, out, query_counts=query_counts, work=work)
 
 
 def _check_caches(keys: Tensor, values: Tensor) -> None:
@@ -163,25 +146,9 @@ def choose_pieces(seqs: int, kv_heads: int, chip: Chip) -> int:
     return pieces_for(seqs, kv_heads, chip, PROGRAMS)
 
 
-def choose_splits(seqs: int, kv_heads: int, max_len: int, chip: Chip, programs: int = PROGRAMS) -> int:
-    """Return the split-KV count for `seqs` sequences of at most max_len tokens: the last wave should fill the chip too.
-
-    `programs`: that run concurrently on a multiprocessor.
-
-    It is fixed when a graph is captured, before lengths are known: shorter sequences leave empty splits, which end at
-    once.
-    """
-    slots = programs * chip.sms
-    pairs = seqs * kv_heads
-    maximum = max(1, min(-(-max_len // MIN_SPLIT_TOKENS), MAX_WAVES * slots // pairs))
-    minimum = max(1, min(maximum, min(seqs, MIN_WAVES) * slots // pairs))
-
-    def occupancy(splits: int) -> float:
-        programs = pairs * splits
-        return programs / (-(-programs // slots) * slots)
-
-    best = max(map(occupancy, range(minimum, maximum + 1)))
-    return next(n for n in range(minimum, maximum + 1) if occupancy(n) >= GOOD_OCCUPANCY * best)
+def even_pieces(seqs: int, kv_heads: int, longest: int, device: torch.device, chip: Chip) -> WorkList | None:
+    """Return the work list of sequences that mostly have `longest` tokens; see `work_list.fixed_work`."""
+    return fixed_work(seqs, longest, pieces_of_each(seqs, kv_heads, longest, chip, PROGRAMS), device)
 
 
 def decode_attention_reference(

@@ -1,10 +1,10 @@
-"""Decode attention in two kernels: online softmax over a split of a sequence's keys, then the sum of the splits.
+"""Decode attention in two kernels: online softmax over a piece of a sequence's keys, then the sum of the pieces.
 
-The rows of a tile are the query tokens times the heads of a group, so K and V are read once per KV head. A split is a
-whole number of tiles of TILE tokens. A tile is gathered page by page; its page numbers are loaded while the previous
-tile is fetched. Positions that no token sees are not masked but clamped to a visible neighbour: copies stay whole, and
-the contents of unused slots do not matter. Scores are in units of log 2. With a work list a program takes one of its
-pieces in place of a split; pieces of whole sequences write the result themselves.
+The rows of a tile are the query tokens times the heads of a group, so K and V are read once per KV head. A tile of TILE
+tokens is gathered page by page; its page numbers are loaded while the previous tile is fetched. Positions that no token
+sees are not masked but clamped to a visible neighbour: copies stay whole, and the contents of unused slots do not
+matter. Scores are in units of log 2. A program takes one piece of a `WorkList`, or a whole sequence without one. Pieces
+that are whole sequences are final results, which the second kernel skips.
 
 Source of the split softmax: Flash-Decoding (Dao et al., 2023).
 """
@@ -25,11 +25,11 @@ from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention import work_list
 from pagoda.backends.torch_cuda.kernels.attention.alibi import behind
-from pagoda.backends.torch_cuda.kernels.attention.shared import MIN_DOT, MIN_DOT_8, TRITON_TYPES, ScoreRules, padded
+from pagoda.backends.torch_cuda.kernels.attention.shared import MIN_DOT, MIN_DOT_8, ScoreRules, padded
 from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.fp8_convert import native, split_float8, unit_of, widen
-from pagoda.backends.torch_cuda.kernels.frame.launch import KIB, Chip, Launch, settings
+from pagoda.backends.torch_cuda.kernels.frame.launch import KIB, Chip, settings
 
 # Block sizes of the kernels: the table in tuning.json, and candidates for tuning.
 
@@ -136,17 +136,6 @@ def _first(kv_len, count, WINDOW: tl.constexpr, SPAN: tl.constexpr, BACK: tl.con
         return 0
     else:
         return tl.maximum(kv_len - count - WINDOW + 1, 0)
-
-
-@triton.jit
-def _share(
-    kv_len, splits, count, WINDOW: tl.constexpr, SPAN: tl.constexpr, BACK: tl.constexpr, RUN: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """Return (start of the first tile, tiles of the sequence, tiles of a split)."""
-    start = _first(kv_len, count, WINDOW, SPAN, BACK) // RUN * RUN
-    tiles = tl.cdiv(kv_len - start, TILE)
-    return start, tiles, tl.cdiv(tiles, splits)
 
 
 @triton.jit
@@ -304,12 +293,11 @@ def attend(
     PRODUCT8: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Program (block of a KV head's rows, split, sequence), KV heads adjacent so that a page is read once.
+    """Program (block of a KV head's rows, sequence), KV heads adjacent so that a page is read once.
 
-    With `items` [M, 4], see `WorkList`, the second is a piece and there is no third. Without tops and sums there is one
-    split and its result is final; else partial is [slots, QUERY_LEN, N, V] of weighted sums, and tops and sums [slots,
-    QUERY_LEN, N] are the score that the weights are relative to and the sum of the weights. Without `items`, slots are
-    those of the splits of each sequence; empty ones are not written.
+    With `items` [M, 4], see `WorkList`, the second is a piece, and the results of pieces with a slot are partial:
+    partial is [slots, QUERY_LEN, N, V] of weighted sums, and tops and sums [slots, QUERY_LEN, N] are the score that the
+    weights are relative to and the sum of the weights.
     """
     BLOCKS: tl.constexpr = (QUERY_LEN * GROUP + ROWS - 1) // ROWS
     head = tl.program_id(0) // BLOCKS
@@ -330,18 +318,11 @@ def attend(
             tl.store(sums + empty, tl.zeros([ROWS], tl.float32), mask=real)
             return
     else:
-        split = tl.program_id(1)
-        seq = tl.program_id(2)
-        splits = tl.num_programs(1)
+        seq = tl.program_id(1)
         kv_len = tl.load(kv_lens + seq)
         count = _count(query_counts, seq, QUERY_LEN)
-        start, _, share = _share(kv_len, splits, count, WINDOW, SPAN, BACK, RUN, TILE)
-        begin = start + split * share * TILE
-        end = tl.minimum(begin + share * TILE, kv_len)
-        part = seq * splits + split
-        if tops is not None:  # noqa: SIM102 - a compile-time test, then a run-time one
-            if begin >= end:
-                return
+        begin = _first(kv_len, count, WINDOW, SPAN, BACK) // RUN * RUN
+        end = kv_len
 
     dims = tl.arange(0, WIDTH)
     token = seq * QUERY_LEN + row // GROUP
@@ -410,63 +391,42 @@ def attend(
         acc *= tl.load(v_scale)
     if values.dtype.element_ty == tl.int8:
         acc *= BITS_SCALE
-    if tops is None:
+    if items is None:
         _store_result(out, query, acc, top, weight, sinks, head * GROUP + row % GROUP, real, written, channels, V)
     else:
         place = (part.to(tl.int64) * QUERY_LEN + row // GROUP) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
-        if items is None:
-            _store_partial(partial, tops, sums, place, acc, top, weight, real, written, channels, V)
+        if part < 0:
+            _store_result(out, query, acc, top, weight, sinks, head * GROUP + row % GROUP, real, written, channels, V)
         else:
-            if part < 0:
-                _store_result(
-                    out, query, acc, top, weight, sinks, head * GROUP + row % GROUP, real, written, channels, V
-                )
-            else:
-                _store_partial(partial, tops, sums, place, acc, top, weight, real, written, channels, V)
+            _store_partial(partial, tops, sums, place, acc, top, weight, real, written, channels, V)
 
 
 _ATTEND: Final = BoundKernel(attend)
 
 
-@triton.jit(do_not_specialize=["tops", "sums", "kv_lens", "query_counts", "merges", "splits"])
+@triton.jit(do_not_specialize=["tops", "sums", "merges"])
 def reduce(
     partial,
     tops,
     sums,
-    kv_lens,
-    query_counts,
     merges,
     sinks,
     out,
-    splits,
     HEADS: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     V: tl.constexpr,
     V_WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPAN: tl.constexpr,
-    BACK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Program (head, token): sum the non-empty splits, or the pieces that `merges` names, and the sink."""
+    """Program (head, token): sum the pieces of its sequence, which `merges` names, and the sink."""
     head = tl.program_id(0)
     token = tl.program_id(1)
     query = token.to(tl.int64) * HEADS + head
     seq = token // QUERY_LEN
-    if merges is not None:
-        begin = tl.load(merges + 2 * seq)
-        live = tl.load(merges + 2 * seq + 1)
-        if live == 1:
-            return
-    else:
-        RUN: tl.constexpr = min(PAGE, TILE)
-        kv_len = tl.load(kv_lens + seq)
-        count = _count(query_counts, seq, QUERY_LEN)
-        _, tiles, share = _share(kv_len, splits, count, WINDOW, SPAN, BACK, RUN, TILE)
-        begin = seq * splits
-        live = tl.cdiv(tiles, tl.maximum(share, 1))
+    begin = tl.load(merges + 2 * seq)
+    pieces = tl.load(merges + 2 * seq + 1)
+    if pieces == 1:
+        return
 
     dims = tl.arange(0, V_WIDTH)
     top = tl.full([], NOTHING, tl.float32)
@@ -476,11 +436,11 @@ def reduce(
         weight += 1.0
     acc = tl.zeros([V_WIDTH], tl.float32)
     first = (begin.to(tl.int64) * QUERY_LEN + token % QUERY_LEN) * HEADS + head
-    for at in range(0, live, CHUNK):
-        split = at + tl.arange(0, CHUNK)
-        place = first + split * (QUERY_LEN * HEADS)
-        sums_of = tl.load(sums + place, mask=split < live, other=0)
-        real = sums_of > 0  # of others there is nothing but that
+    for at in range(0, pieces, CHUNK):
+        piece = at + tl.arange(0, CHUNK)
+        place = first + piece * (QUERY_LEN * HEADS)
+        sums_of = tl.load(sums + place, mask=piece < pieces, other=0)
+        real = sums_of > 0  # An empty piece has written nothing but its sum, 0.
         kept = real[:, None] & (dims < V)[None, :]
         each = tl.load(tops + place, mask=real, other=NOTHING)
         x = tl.load(partial + place[:, None] * V + dims[None, :], mask=kept, other=0)
@@ -494,7 +454,7 @@ def reduce(
     tl.store(out + query * V + dims, result.to(out.dtype.element_ty), mask=dims < V)
 
 
-_REDUCE: Final = BoundKernel(reduce)
+REDUCE: Final = BoundKernel(reduce)
 
 
 class DecodeLaunch:
@@ -520,26 +480,31 @@ class DecodeLaunch:
         if keys.dtype == torch.float8_e4m3fn and not chip.float8:
             keys = keys.view(torch.int8)
             values = values.view(torch.int8)
-        common = {"QUERY_LEN": query_len, "V": shape.values, "V_WIDTH": padded(shape.values), "PAGE": page}
-        common |= {"TILE": use.TILE, "WINDOW": rules.window or 0, "SPAN": rules.chunk or 0, "BACK": rules.lookback}
+        common = {"QUERY_LEN": query_len, "V": shape.values, "V_WIDTH": padded(shape.values)}
         self._sinks = rules.sinks
         self._heads = kv_heads * group
         self._partial = query_len, self._heads, shape.values
         self._blocks = kv_heads * -(-group * query_len // use.ROWS)
+        same = keys.stride(0) == values.stride(0) and dim == shape.values
         self._attend = _ATTEND.fixed(
-            keys,
-            values,
-            rules.slopes,
-            rules.k_scale,
-            rules.v_scale,
-            factor(rules.scale, rules.softcap),
-            keys.stride(0),
-            None if keys.stride(0) == values.stride(0) and dim == shape.values else values.stride(0),
+            keys=keys,
+            values=values,
+            slopes=rules.slopes,
+            k_scale=rules.k_scale,
+            v_scale=rules.v_scale,
+            scale=factor(rules.scale, rules.softcap),
+            page_stride=keys.stride(0),
+            value_page_stride=None if same else values.stride(0),
             KV_HEADS=kv_heads,
             GROUP=group,
             H=dim,
             WIDTH=shape.width,
             ROWS=use.ROWS,
+            PAGE=page,
+            TILE=use.TILE,
+            WINDOW=rules.window or 0,
+            SPAN=rules.chunk or 0,
+            BACK=rules.lookback,
             SOFTCAP=rules.softcap or 0.0,
             ROOT=rules.root,
             PRODUCT8=multiplies8(shape, queries, use.TILE, chip),
@@ -548,7 +513,7 @@ class DecodeLaunch:
             num_stages=use.num_stages,
             **common,
         )
-        self._reduce = _REDUCE.fixed(HEADS=self._heads, CHUNK=CHUNK, **common)
+        self._reduce = REDUCE.fixed(HEADS=self._heads, CHUNK=CHUNK, **common)
 
     def __call__(
         self,
@@ -556,32 +521,35 @@ class DecodeLaunch:
         tables: Tensor,
         kv_lens: Tensor,
         query_counts: Tensor | None,
-        splits: int,
         work: WorkList | None,
         out: Tensor,
     ) -> None:
         """Write the attention to `out` [T, N, V]."""
-        seqs = kv_lens.shape[0]
-        stride = tables.stride(0)
-        if work is None and splits == 1:
-            grid = (self._blocks, 1, seqs)
-            arrays = (q, tables, kv_lens, query_counts, None, out)
-            self._attend(grid, *arrays, None, None, None, self._sinks, stride)
-            return
-        items = None
-        merges = None
-        direct_sinks = None
-        grid = (self._blocks, splits, seqs)
-        slots = seqs * splits
+        partial, tops, sums = scratch(0 if work is None else work.num_slots, *self._partial, q.device)
+        self._attend(
+            (self._blocks, kv_lens.shape[0] if work is None else work.items.shape[0]),
+            q=q,
+            tables=tables,
+            kv_lens=kv_lens,
+            query_counts=query_counts,
+            items=None if work is None else work.items,
+            out=out,
+            partial=partial,
+            tops=tops,
+            sums=sums,
+            sinks=self._sinks,
+            table_stride=tables.stride(0),
+        )
         if work is not None:
-            items = work.items
-            merges = work.merges
-            direct_sinks = self._sinks
-            grid = (self._blocks, items.shape[0], 1)
-            slots = work.num_slots
-        parts = scratch(slots, *self._partial, q.device)
-        self._attend(grid, q, tables, kv_lens, query_counts, items, out, *parts, direct_sinks, stride)
-        self._reduce((self._heads, q.shape[0]), *parts, kv_lens, query_counts, merges, self._sinks, out, splits)
+            self._reduce(
+                (self._heads, q.shape[0]),
+                partial=partial,
+                tops=tops,
+                sums=sums,
+                merges=work.merges,
+                sinks=self._sinks,
+                out=out,
+            )
 
 
 def scratch(
@@ -598,153 +566,3 @@ def scratch(
 def factor(scale: float, softcap: float | None) -> float:
     """Return the factor of q.k: log2(e) * scale, or that of the soft cap's tanh."""
     return scale * math.log2(math.e) * (2 / softcap if softcap else 1.0)
-
-
-# Specialisations compiled ahead of time.
-
-KV_HEADS: Final = 8
-PAGE: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeAttentionArgs:
-    """The specialisation for one model. Sinks have the type of the queries."""
-
-    shape: DecodeShape
-    dtype: torch.dtype = torch.bfloat16
-    window: int = 0
-    chunk: int = 0
-    lookback: int = 0
-    softcap: float = 0.0
-    sinks: bool = False
-    slopes: bool = False
-    root: bool = False  # of the distances
-    direct: bool = False  # one split
-    listed: bool = False  # with a work list
-
-    @property
-    def name(self) -> str:
-        """E.g. h128-g4-q1-bf16-fp8e4nv-direct."""
-        shape = self.shape
-        traits = (
-            ("window", self.window),
-            ("chunk", self.chunk),
-            ("lookback", self.lookback),
-            ("softcap", self.softcap),
-        )
-        traits = (*traits, ("sinks", self.sinks), ("slopes", self.slopes), ("root", self.root), ("direct", self.direct))
-        traits = (*traits, ("listed", self.listed))
-        width = f"h{shape.head_dim}" + (f"v{shape.value_dim}" if shape.value_dim else "")
-        parts = [f"{width}-g{shape.group}-q{shape.query_len}", TRITON_TYPES[self.dtype]]
-        parts += [TRITON_TYPES[shape.cache]] if shape.cache != self.dtype else []
-        return "-".join([*parts, *(name for name, on in traits if on)])
-
-    def attend(self, chip: Chip) -> Launch:
-        """Return the launch over the splits."""
-        use = blocks(self.shape, chip)
-        cached = TRITON_TYPES[self.shape.cache]
-        quantised = self.shape.cache.itemsize == 1
-        if quantised and not chip.float8:
-            cached = "i8"
-        queries = f"*{TRITON_TYPES[self.dtype]}"
-        scratch = {} if self.direct else dict.fromkeys(("partial", "tops", "sums"), "*fp32")
-        items = {"items": "*i32"} if self.listed else {}
-        scales = {"k_scale": "*fp32", "v_scale": "*fp32"} if quantised else {}
-        sinks = {"sinks": queries} if self.sinks and (self.direct or self.listed) else {}
-        slopes = {"slopes": "*fp32"} if self.slopes else {}
-        signature = {
-            "q": queries,
-            "keys": f"*{cached}",
-            "values": f"*{cached}",
-            "tables": "*i32",
-            "kv_lens": "*i32",
-            **items,
-            "out": queries,
-            **scratch,
-            **sinks,
-            **slopes,
-            **scales,
-            "scale": "fp32",
-            "page_stride": "i32:16",
-            **({"value_page_stride": "i32:16"} if self.shape.value_dim else {}),
-            "table_stride": "i32",
-        }
-        constants = {
-            **dict.fromkeys(set(attend.arg_names) - set(signature)),
-            **self._common(use),
-            "KV_HEADS": KV_HEADS,
-            "GROUP": self.shape.group,
-            "H": self.shape.head_dim,
-            "WIDTH": self.shape.width,
-            "ROWS": use.ROWS,
-            "SOFTCAP": self.softcap,
-            "ROOT": self.root,
-            "PRODUCT8": multiplies8(self.shape, self.dtype, use.TILE, chip),
-            "NATIVE": chip.float8,
-        }
-        hot = self.dtype != torch.float32  # which does not use tensor cores
-        return Launch(attend, signature, constants, num_warps=use.num_warps, num_stages=use.num_stages, hot=hot)
-
-    def reduce(self, chip: Chip) -> Launch:
-        """Return the launch that sums the splits."""
-        queries = f"*{TRITON_TYPES[self.dtype]}"
-        signature = {
-            **dict.fromkeys(("partial", "tops", "sums"), "*fp32"),
-            "kv_lens": "*i32",
-            **({"merges": "*i32"} if self.listed else {}),
-            "out": queries,
-            "splits": "i32",
-            **({"sinks": queries} if self.sinks else {}),
-        }
-        constants = {**dict.fromkeys(set(reduce.arg_names) - set(signature)), **self._common(blocks(self.shape, chip))}
-        constants |= {"HEADS": KV_HEADS * self.shape.group, "CHUNK": CHUNK}
-        return Launch(reduce, signature, constants, num_stages=3)
-
-    def _common(self, use: DecodeBlockSizes) -> dict[str, int]:
-        shape = self.shape
-        common = {"QUERY_LEN": shape.query_len, "V": shape.values, "V_WIDTH": padded(shape.values), "PAGE": PAGE}
-        return {**common, "TILE": use.TILE, "WINDOW": self.window, "SPAN": self.chunk, "BACK": self.lookback}
-
-
-def _specs() -> Iterator[DecodeAttentionArgs]:
-    bf16 = torch.bfloat16
-    fp16 = torch.float16
-    fp32 = torch.float32
-    fp8 = torch.float8_e4m3fn
-    for cache in (bf16, fp8):
-        for dim in (64, 128, 256):
-            for group, query_len in ((4, 1), (4, 8), (8, 8)):
-                yield DecodeAttentionArgs(DecodeShape(dim, group, query_len, cache))
-                yield DecodeAttentionArgs(DecodeShape(dim, group, query_len, cache), listed=True)
-    shapes = (64, 1), (64, 7), (96, 1), (128, 1), (128, 7), (128, 8), (128, 16), (256, 16), (80, 1), (512, 8)
-    for dim, group in shapes:
-        yield DecodeAttentionArgs(DecodeShape(dim, group, 1, bf16))
-    yield DecodeAttentionArgs(DecodeShape(128, 16, 8, bf16))
-    yield DecodeAttentionArgs(DecodeShape(80, 1, 1, fp8))
-    for cache in (bf16, fp8):
-        yield DecodeAttentionArgs(DecodeShape(128, 4, 1, cache), direct=True)
-    yield DecodeAttentionArgs(DecodeShape(128, 4, 1, fp16), dtype=fp16)
-    yield DecodeAttentionArgs(DecodeShape(128, 4, 1, fp8), dtype=fp16)
-    yield DecodeAttentionArgs(DecodeShape(256, 2, 1, bf16), window=4096, softcap=50.0)
-    yield DecodeAttentionArgs(DecodeShape(128, 5, 1, bf16), chunk=8192)
-    yield DecodeAttentionArgs(DecodeShape(64, 8, 1, bf16), window=128, sinks=True)
-    yield DecodeAttentionArgs(DecodeShape(64, 8, 1, bf16), window=128, sinks=True, direct=True)
-    yield DecodeAttentionArgs(DecodeShape(64, 8, 1, bf16), window=128, sinks=True, listed=True)
-    yield DecodeAttentionArgs(DecodeShape(128, 1, 1, bf16), slopes=True)
-    yield DecodeAttentionArgs(DecodeShape(128, 12, 1, bf16), slopes=True, root=True)
-    yield DecodeAttentionArgs(DecodeShape(128, 4, 1, bf16), chunk=16384, lookback=16384)
-    for cache in (bf16, fp8):
-        yield DecodeAttentionArgs(DecodeShape(192, 16, 1, cache, value_dim=128))
-        yield DecodeAttentionArgs(DecodeShape(192, 8, 1, cache, value_dim=128), window=128, sinks=True)
-        yield DecodeAttentionArgs(DecodeShape(192, 8, 1, cache, value_dim=128), window=128, sinks=True, direct=True)
-    yield DecodeAttentionArgs(DecodeShape(64, 3, 1, fp32), dtype=fp32)
-    yield DecodeAttentionArgs(DecodeShape(128, 4, 8, fp32), dtype=fp32)
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name; only block sizes depend on the chip."""
-    by_name = {f"attend-{spec.name}": spec.attend(chip) for spec in _specs()}
-    for spec in _specs():
-        if not spec.direct and spec.shape.group == 8:
-            by_name[f"reduce-{spec.name}"] = spec.reduce(chip)
-    return by_name

@@ -38,7 +38,7 @@ def invariant_attention(
     rules: ScoreRules,
     *,
     span: int,
-    workers: int = 1,
+    workers: int | None = None,
     out: Tensor | None = None,
     use_kernel: bool,
     chip: Chip,
@@ -49,8 +49,8 @@ def invariant_attention(
     head n // (N/K). tables int32 [S, W]; `tokens`: which rows of q are computed, and where they stand. Rows that are
     not computed are unchanged in `out` (undefined by default). A token's result is the same bits in decodes and
     prefills, in whatever chunk, for every number of sequences and `workers`: programs per sequence and head of a
-    decode. It depends on `span` (`span_tokens`). Keys and values have q's type, or float8_e4m3fn with scales. Raise
-    ValueError for other types or shapes.
+    decode, chosen if None. It depends on `span` (`span_tokens`). Keys and values have q's type, or float8_e4m3fn with
+    scales. Raise ValueError for other types or shapes.
     """
     out = torch.empty(*q.shape[:2], values.shape[3], dtype=q.dtype, device=q.device) if out is None else out
     _check(q, out, keys, values, rules)

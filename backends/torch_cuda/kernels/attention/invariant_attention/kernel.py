@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -23,23 +23,28 @@ from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention.alibi import behind
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention.kernel import LOG2E, NOTHING, base2, inside, tanh
-from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, ScoreRules, padded
+from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules, padded
+from pagoda.backends.torch_cuda.kernels.attention.work_list import pieces_of_each
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.fp8_convert import decode, native
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, Settings, settings
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Settings, settings
 
 TUNING: Final = Path(__file__).with_name("tuning.json")
 
 _NARROWEST: Final = 64
 """Channels of the narrowest heads that have settings of their own; others have those."""
 
-_MIN_SPAN: Final = 256
+_PROGRAMS: Final = 3
+"""Concurrent programs per multiprocessor."""
+
+MIN_SPAN: Final = 256
 _MAX_SPANS: Final = 32
 """Bounds the memory of a decode's partial results."""
 
 
 def span_tokens(max_len: int) -> int:
     """Return the positions per span for sequences of up to `max_len` tokens: a power of two, the same in every step."""
-    return max(_MIN_SPAN, 1 << (-(-max_len // _MAX_SPANS) - 1).bit_length())
+    return max(MIN_SPAN, 1 << (-(-max_len // _MAX_SPANS) - 1).bit_length())
 
 
 def tuned(head_dim: int, dtype: torch.dtype, chip: Chip) -> Settings:
@@ -223,10 +228,30 @@ def attend(
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         for span in range(first // SPAN, spans):
             of_top, of_total, of_acc = attend_span(
-                x, tl.maximum(span * SPAN, first_tile), tl.minimum((span + 1) * SPAN, end), first,
-                last_position, lowest, positions, slope, table, keys, values, scale, softcap, page_stride,
-                value_page_stride, HEAD_DIM, VALUE_DIM, PAGE, ROOT, k_scale is not None, NATIVE, BLOCK_N, BLOCK_V,
-            )  # fmt: skip
+                x,
+                tl.maximum(span * SPAN, first_tile),
+                tl.minimum((span + 1) * SPAN, end),
+                first,
+                last_position,
+                lowest,
+                positions,
+                slope,
+                table,
+                keys,
+                values,
+                scale,
+                softcap,
+                page_stride,
+                value_page_stride,
+                HEAD_DIM,
+                VALUE_DIM,
+                PAGE,
+                ROOT,
+                k_scale is not None,
+                NATIVE,
+                BLOCK_N,
+                BLOCK_V,
+            )
             top, total, acc = merged(top, total, acc, of_top, of_total, of_acc)
         result = scaled(total, acc, v_scale)
         out += row * out_stride
@@ -240,15 +265,38 @@ def attend(
         totals += before
         for span in range(first // SPAN + tl.program_id(2), spans, tl.num_programs(2)):
             of_top, of_total, of_acc = attend_span(
-                x, tl.maximum(span * SPAN, first_tile), tl.minimum((span + 1) * SPAN, end), first,
-                last_position, lowest, positions, slope, table, keys, values, scale, softcap, page_stride,
-                value_page_stride, HEAD_DIM, VALUE_DIM, PAGE, ROOT, k_scale is not None, NATIVE, BLOCK_N, BLOCK_V,
-            )  # fmt: skip
+                x,
+                tl.maximum(span * SPAN, first_tile),
+                tl.minimum((span + 1) * SPAN, end),
+                first,
+                last_position,
+                lowest,
+                positions,
+                slope,
+                table,
+                keys,
+                values,
+                scale,
+                softcap,
+                page_stride,
+                value_page_stride,
+                HEAD_DIM,
+                VALUE_DIM,
+                PAGE,
+                ROOT,
+                k_scale is not None,
+                NATIVE,
+                BLOCK_N,
+                BLOCK_V,
+            )
             at = (token * heads + head) * slots + span
             pointers = out + at[:, None] * VALUE_DIM + value_channels[None, :]
             tl.store(pointers, of_acc, mask=inside(real, BLOCK_V, VALUE_DIM))
             tl.store(tops + at, of_top, mask=real)
             tl.store(totals + at, of_total, mask=real)
+
+
+_ATTEND: Final = BoundKernel(attend)
 
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=_PER_STEP)
@@ -286,6 +334,9 @@ def merge(
     tl.store(pointers, scaled(total, acc, v_scale).to(out.dtype.element_ty), mask=kept)
 
 
+_MERGE: Final = BoundKernel(merge)
+
+
 def launch(
     q: Tensor,
     keys: Tensor,
@@ -294,7 +345,7 @@ def launch(
     tokens: SequenceTokens,
     rules: ScoreRules,
     span: int,
-    workers: int,
+    workers: int | None,
     out: Tensor,
     chip: Chip,
 ) -> Tensor:
@@ -310,7 +361,8 @@ def launch(
     if float8:
         keys = keys.view(torch.uint8)
         values = values.view(torch.uint8)
-    value_strides = (None, None) if value_dim == head_dim else (values.stride(0), values.stride(1))
+    same = value_dim == head_dim
+    scale, softcap = base2(rules.scale, rules.softcap)
     own_tile = query_tile(group, head_dim, q.dtype, chip)
     if tokens.tiles is None:
         tile = own_tile
@@ -323,7 +375,10 @@ def launch(
             raise ValueError(f"tiles have {tile} tokens, at most {own_tile} fit")
     if not programs:
         return out
-    slots = -(-tables.shape[1] * page // span)
+    longest = tables.shape[1] * page
+    slots = -(-longest // span)
+    if workers is None:
+        workers = pieces_of_each(len(tokens.kv_lens), kv_heads, longest, chip, _PROGRAMS)
     workers = min(workers, slots)
     target = out
     tops = None
@@ -333,90 +388,56 @@ def launch(
         target = torch.empty(count, slots, value_dim, dtype=torch.float32, device=q.device)
         tops, totals = torch.empty(2, count, slots, dtype=torch.float32, device=q.device)
     common = {"VALUE_DIM": value_dim, "QUERY_LEN": tokens.query_len, "SPAN": span, "enable_fp_fusion": False}
-    attend[(programs, kv_heads, workers)](
-        q, keys, values, tables, tokens.kv_lens, tokens.query_counts, tokens.query_start, tokens.tiles, tops, totals,
-        rules.sinks if workers == 1 else None, rules.slopes, rules.k_scale, rules.v_scale if workers == 1 else None,
-        target, *base2(rules.scale, rules.softcap), rules.window, slots,
-        q.stride(0), out.stride(0), tables.stride(0), keys.stride(0), value_strides[0], keys.stride(1),
-        value_strides[1], GROUP=group, HEAD_DIM=head_dim, PAGE=page, TILE=tile, ROOT=rules.root,
-        NATIVE=native(chip, keys), **common, **sizes,
-    )  # fmt: skip
+    _ATTEND[(programs, kv_heads, workers)](
+        q=q,
+        keys=keys,
+        values=values,
+        tables=tables,
+        kv_lens=tokens.kv_lens,
+        query_counts=tokens.query_counts,
+        query_start=tokens.query_start,
+        tiles=tokens.tiles,
+        tops=tops,
+        totals=totals,
+        sinks=rules.sinks if workers == 1 else None,
+        slopes=rules.slopes,
+        k_scale=rules.k_scale,
+        v_scale=rules.v_scale if workers == 1 else None,
+        out=target,
+        scale=scale,
+        softcap=softcap,
+        window=rules.window,
+        slots=slots,
+        q_stride=q.stride(0),
+        out_stride=out.stride(0),
+        table_stride=tables.stride(0),
+        page_stride=keys.stride(0),
+        value_page_stride=None if same else values.stride(0),
+        head_stride=keys.stride(1),
+        value_head_stride=None if same else values.stride(1),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PAGE=page,
+        TILE=tile,
+        ROOT=rules.root,
+        NATIVE=native(chip, keys),
+        **common,
+        **sizes,
+    )
     if workers > 1:
-        merge[(heads, len(tokens.kv_lens) * tokens.query_len)](
-            target, tops, totals, tokens.kv_lens, tokens.query_counts, rules.sinks, rules.v_scale, out, rules.window,
-            slots, out.stride(0), BLOCK_V=sizes["BLOCK_V"], **common,
-        )  # fmt: skip
+        _MERGE[(heads, len(tokens.kv_lens) * tokens.query_len)](
+            partial=target,
+            tops=tops,
+            totals=totals,
+            kv_lens=tokens.kv_lens,
+            query_counts=tokens.query_counts,
+            sinks=rules.sinks,
+            v_scale=rules.v_scale,
+            out=out,
+            window=rules.window,
+            slots=slots,
+            out_stride=out.stride(0),
+            BLOCK_V=sizes["BLOCK_V"],
+            **common,
+        )
     return out
-
-
-# Specialisations compiled ahead of time.
-
-_PAGE: Final = 16
-_OPTIONAL: Final = {"softcap": "fp32", "window": "i32", "sinks": "*bf16", "slopes": "*fp32"}
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by head dim, group, type, score rules and phase."""
-    bf16 = torch.bfloat16
-    half = torch.float16
-    single = torch.float32
-    shapes: dict[str, tuple[int, tuple[int, int], torch.dtype, tuple[str, ...], bool, bool]] = {
-        "h64-g8-bf16-window-sinks": (8, (64, 64), bf16, ("window", "sinks"), False, False),
-        "h64-g3-fp16": (3, (64, 64), half, (), False, False),
-        "h80-g1-bf16": (1, (80, 80), bf16, (), False, False),
-        "h128-g4-bf16": (4, (128, 128), bf16, (), False, False),
-        "h128-g7-bf16-float8": (7, (128, 128), bf16, (), False, True),
-        "h128-g1-bf16-slopes": (1, (128, 128), bf16, ("slopes",), False, False),
-        "h128-g12-bf16-slopes-root": (12, (128, 128), bf16, ("slopes",), True, False),
-        "h192-v128-g8-bf16-window-sinks": (8, (192, 128), bf16, ("window", "sinks"), False, False),
-        "h256-g2-bf16-window-softcap": (2, (256, 256), bf16, ("window", "softcap"), False, False),
-        "h64-g3-fp32": (3, (64, 64), single, (), False, False),
-        "h128-g4-fp32": (4, (128, 128), single, (), False, False),
-    }
-    phases = ("prefill", "decode", "spans")
-    attends = {f"{name}-{phase}": _launch(chip, *shape, phase) for name, shape in shapes.items() for phase in phases}
-    return {**attends, "merge-h128": _merge(128, ()), "merge-h64-window-sinks": _merge(64, ("window", "sinks"))}
-
-
-def _launch(
-    chip: Chip,
-    group: int,
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    rules: tuple[str, ...],
-    root: bool,
-    float8: bool,
-    phase: str,
-) -> Launch:
-    head_dim, value_dim = dims
-    sizes = block_sizes(group, head_dim, value_dim, dtype, chip)
-    warps = sizes.pop("num_warps")
-    stages = sizes.pop("num_stages")
-    queries = f"*{TRITON_TYPES[dtype]}"
-    spans = phase == "spans"
-    stored = "*u8" if float8 else queries
-    value_strides = dict.fromkeys(("value_page_stride", "value_head_stride"), "i32:16")
-    optional = _OPTIONAL | {"k_scale": "*fp32", "v_scale": "*fp32"} | value_strides
-    given = {*rules, *(("k_scale", "v_scale") if float8 else ())} - ({"sinks", "v_scale"} if spans else set())
-    given |= set() if head_dim == value_dim else value_strides.keys()
-    signature = {"q": queries, "keys": stored, "values": stored, "tables": "*i32", "kv_lens": "*i32", "scale": "fp32"}
-    signature |= dict.fromkeys(("query_start", "tiles"), "*i32") if phase == "prefill" else {}
-    signature |= {"out": "*fp32", "tops": "*fp32", "totals": "*fp32"} if spans else {"out": queries}
-    signature |= dict.fromkeys(("q_stride", "out_stride", "page_stride", "head_stride"), "i32:16")
-    signature |= {"table_stride": "i32", "slots": "i32"}
-    signature |= {name: kind for name, kind in optional.items() if name in given}
-    constants: dict[str, Any] = dict.fromkeys(set(attend.arg_names) - set(signature))
-    constants |= {"GROUP": group, "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "PAGE": _PAGE, "QUERY_LEN": 1}
-    constants |= {"ROOT": root, "NATIVE": chip.float8}
-    constants |= {"TILE": query_tile(group, head_dim, dtype, chip), "SPAN": _MIN_SPAN, **sizes}
-    hot = dtype != torch.float32  # which does not use tensor cores
-    return Launch(attend, signature, constants, warps, stages, hot=hot, wgmma=hot, fused=False)
-
-
-def _merge(value_dim: int, rules: tuple[str, ...]) -> Launch:
-    signature = dict.fromkeys(("partial", "tops", "totals"), "*fp32")
-    signature |= {"kv_lens": "*i32", "out": "*bf16", "slots": "i32", "out_stride": "i32:16"}
-    signature |= {name: _OPTIONAL[name] for name in rules}
-    constants: dict[str, Any] = dict.fromkeys(set(merge.arg_names) - set(signature))
-    constants |= {"VALUE_DIM": value_dim, "QUERY_LEN": 1, "SPAN": _MIN_SPAN, "BLOCK_V": value_dim}
-    return Launch(merge, signature, constants, fused=False)

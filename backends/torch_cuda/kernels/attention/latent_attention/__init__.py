@@ -9,19 +9,15 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.model.ops import norm
-from pagoda.backends.torch_cuda.kernels.attention.decode_attention import (
-    MAX_QUERY_LEN,
-    choose_splits,
-    decode_attention_reference,
-)
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention import MAX_QUERY_LEN, decode_attention_reference
 from pagoda.backends.torch_cuda.kernels.attention.latent_attention import kernel
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import NormWeights, rotated
 from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules
-from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList, pieces_for
+from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList, fixed_work, pieces_for, pieces_of_each
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
 from pagoda.common.models.primitives import Norm
 
-__all__ = ["choose_latent_pieces", "choose_latent_splits", "latent_decode", "latent_selected", "write_latents"]
+__all__ = ["choose_latent_pieces", "even_latent_pieces", "latent_decode", "latent_selected", "write_latents"]
 
 PROGRAMS = 1
 """Concurrent programs per multiprocessor."""
@@ -75,7 +71,6 @@ def latent_decode(
     *,
     query_len: int = 1,
     scale: float,
-    splits: int = 1,
     work: WorkList | None = None,
     use_kernel: bool,
     chip: Chip,
@@ -86,12 +81,12 @@ def latent_decode(
     contiguous, its last D channels rotated. T = S * query_len: tokens of sequence s are s * query_len + j, at positions
     kv_lens[s] - query_len + j; query_len 1 to 8; rows of tokens at negative positions are finite. cache [P, B, R+D],
     B a power of two, these tokens included. tables int32 [S, W], kv_lens int32 [S]: read on the device; entries and
-    slots that no token sees are not read. kv_len 0 is padding: zeros. splits: programs per sequence's tokens
-    (`choose_latent_splits`); `work`: pieces of the sequences in its place. use_kernel False: plain torch, which needs
-    neither. Raise ValueError for other shapes or types.
+    slots that no token sees are not read. kv_len 0 is padding: zeros. `work`: the pieces that the sequences are cut
+    into; without them a program reads a whole sequence. use_kernel False: plain torch, which does not need them. Raise
+    ValueError for other shapes or types.
     """
-    if not 1 <= query_len <= MAX_QUERY_LEN or splits < 1:
-        raise ValueError(f"query_len is {query_len}, splits {splits}")
+    if not 1 <= query_len <= MAX_QUERY_LEN:
+        raise ValueError(f"query_len is {query_len}, not 1 to {MAX_QUERY_LEN}")
     tokens, heads, rank = absorbed.shape
     if q.shape[:2] != (tokens, heads) or not q.is_contiguous() or absorbed.stride(2) != 1:
         raise ValueError(f"q is {tuple(q.shape)}, absorbed {tuple(absorbed.shape)} with strides {absorbed.stride()}")
@@ -106,7 +101,7 @@ def latent_decode(
     if not cache.is_contiguous() or cache.dtype != q.dtype or page & (page - 1) or not 0 < rotary <= q.shape[2]:
         raise ValueError(f"the cache is {cache.dtype} {tuple(cache.shape)} for {q.dtype} queries of rank {rank}")
     if use_kernel:
-        return kernel.decode(absorbed, q, cache, tables, kv_lens, query_len, scale, splits, chip, work=work)
+        return kernel.decode(absorbed, q, cache, tables, kv_lens, query_len, scale, chip, work=work)
     rules = ScoreRules(scale=scale, window=None, softcap=None, sinks=None, slopes=None, k_scale=None, v_scale=None)
     keys = cache[:, None]
     queries = torch.cat((absorbed, q[..., -rotary:]), -1)
@@ -124,21 +119,22 @@ def latent_selected(
     counts: Tensor,
     *,
     scale: float,
-    splits: int,
+    work: WorkList | None = None,
     use_kernel: bool,
     chip: Chip,
 ) -> Tensor:
     """Return the attended latents [T, N, R] of each token over the positions selected for it.
 
     Token t attends to positions selected[t, : counts[t]] of sequence rows[t]; with count 0 it gets zeros. rows, counts
-    int32 [T], selected int32 [T, n], contiguous; the rest as of `latent_decode`. Raise ValueError for other types.
+    int32 [T], selected int32 [T, n], contiguous; `work`: the pieces that these are cut into (`even_latent_pieces`); the
+    rest as of `latent_decode`. Raise ValueError for other types.
     """
-    if any(x.dtype != torch.int32 or not x.is_contiguous() for x in (rows, selected, counts)) or splits < 1:
-        raise ValueError("rows, selected and counts must be contiguous and int32, splits positive")
+    if any(x.dtype != torch.int32 or not x.is_contiguous() for x in (rows, selected, counts)):
+        raise ValueError("rows, selected and counts must be contiguous and int32")
     if use_kernel:
         return kernel.decode(
-            absorbed, q, cache, tables, counts, 1, scale, splits, chip, rows=rows, selected=selected
-        )  # fmt: skip
+            absorbed, q, cache, tables, counts, 1, scale, chip, rows=rows, selected=selected, work=work
+        )
     rank = absorbed.shape[2]
     page = cache.shape[1]
     queries = torch.cat((absorbed, q[..., rank - cache.shape[2] :]), -1).float()
@@ -157,7 +153,7 @@ def choose_latent_pieces(seqs: int, heads: int, chip: Chip) -> int:
     return pieces_for(seqs, kernel.row_blocks(heads, chip), chip, PROGRAMS)
 
 
-def choose_latent_splits(seqs: int, heads: int, max_len: int, chip: Chip) -> int:
-    """Return the split count for `seqs` sequences of at most max_len tokens with one new token each."""
+def even_latent_pieces(seqs: int, heads: int, longest: int, device: torch.device, chip: Chip) -> WorkList | None:
+    """Return the work list of sequences that mostly have `longest` tokens; see `work_list.fixed_work`."""
     blocks = kernel.row_blocks(heads, chip)
-    return choose_splits(seqs, blocks, max_len, chip, PROGRAMS)
+    return fixed_work(seqs, longest, pieces_of_each(seqs, blocks, longest, chip, PROGRAMS), device)

@@ -1,13 +1,12 @@
 """The kernels of latent attention: rotation, norm and cache write; absorbed decode attention.
 
-A decode program takes a block of rows, which are query tokens times heads, and a split of a sequence's tokens. A tile
-of latents is read once and is both keys and values. The sums of the splits are added by decode attention's `reduce`.
+A decode program takes a block of rows, which are query tokens times heads, and a piece of a sequence's tokens. A tile
+of latents is read once and is both keys and values. The sums of the pieces are added by decode attention's `reduce`.
 Positions that no token sees are clamped to a visible neighbour, so that the contents of unused slots do not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,16 +19,16 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention.kernel import (
     GRAIN,
     NOTHING,
+    REDUCE,
     factor,
     piece_of,
-    reduce,
     scratch,
 )
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache.kernel import weighted
-from pagoda.backends.torch_cuda.kernels.attention.shared import MIN_DOT, TRITON_TYPES, padded
+from pagoda.backends.torch_cuda.kernels.attention.shared import MIN_DOT, padded
 from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, Settings, row_stride, settings
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Settings, row_stride, settings
 
 TUNING: Final = Path(__file__).with_name("tuning.json")
 WRITE_WARPS: Final = 4
@@ -84,7 +83,7 @@ def write_kernel(
 _WRITE_KERNEL: Final = BoundKernel(write_kernel)
 
 
-def _write_constants(heads, head_dim, rank, rotary, unit_offset):
+def write_constants(heads, head_dim, rank, rotary, unit_offset):
     return {
         "HEADS": heads,
         "H": head_dim,
@@ -103,17 +102,17 @@ def write(q, latents, positions, slots, cache, cos_sin, weights):
     if not tokens:
         return
     rotary = 2 * cos_sin.shape[2]
-    shapes = _write_constants(heads, head_dim, latents.shape[1] - rotary, rotary, weights.unit_offset)
+    shapes = write_constants(heads, head_dim, latents.shape[1] - rotary, rotary, weights.unit_offset)
     _WRITE_KERNEL[(tokens, 1 + triton.cdiv(heads, shapes["HEADS_BLOCK"]))](
-        q,
-        latents,
-        positions,
-        slots,
-        cache,
-        cos_sin,
-        weights.weight,
-        row_stride(latents),
-        weights.eps,
+        q=q,
+        latents=latents,
+        positions=positions,
+        slots=slots,
+        cache=cache,
+        cos_sin=cos_sin,
+        weight=weights.weight,
+        latents_stride=row_stride(latents),
+        eps=weights.eps,
         **shapes,
         num_warps=WRITE_WARPS,
     )
@@ -145,12 +144,11 @@ def attend(
     D: tl.constexpr, D_WIDTH: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     TOP: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of rows, split, sequence), the blocks of a sequence adjacent so that a latent is read once.
+    """Program (block of rows, sequence), the blocks of a sequence adjacent so that a latent is read once.
 
-    With `items` [M, 4], see `WorkList`, the second is a piece and there is no third. Without tops and sums there is one
-    split and its result is final; else partial is [slots, QUERY_LEN, N, R] of weighted sums, and tops and sums [slots,
-    QUERY_LEN, N] are the score that the weights are relative to and the sum of the weights. Without `items`, slots are
-    those of the splits of each sequence; empty ones are not written.
+    With `items` [M, 4], see `WorkList`, the second is a piece, and the results of pieces with a slot are partial:
+    partial is [slots, QUERY_LEN, N, R] of weighted sums, and tops and sums [slots, QUERY_LEN, N] are the score that the
+    weights are relative to and the sum of the weights.
 
     With `selected` [T, TOP] each token counts as a sequence, whose blocks are in row rows[token] of the tables, and
     attends to the first kv_lens[token] of its selected positions.
@@ -170,17 +168,10 @@ def attend(
             tl.store(sums + empty, tl.zeros([ROWS], tl.float32), mask=real)
             return
     else:
-        split = tl.program_id(1)
-        seq = tl.program_id(2)
-        splits = tl.num_programs(1)
+        seq = tl.program_id(1)
         kv_len = tl.load(kv_lens + seq)
-        share = tl.cdiv(tl.cdiv(kv_len, TILE), splits)
-        begin = split * share * TILE
-        end = tl.minimum(begin + share * TILE, kv_len)
-        part = seq * splits + split
-        if tops is not None:  # noqa: SIM102 - a compile-time test, then a run-time one
-            if begin >= end:
-                return
+        begin = 0
+        end = kv_len
 
     inside = tl.minimum(row, QUERY_LEN * HEADS - 1)
     token = (seq * QUERY_LEN + inside // HEADS).to(tl.int64)
@@ -226,17 +217,14 @@ def attend(
     weight = tl.where(top > NOTHING, weight, 0.0)
     channels = tl.arange(0, R_WIDTH)
     kept = real[:, None] & (channels < R)[None, :]
-    if tops is None:
+    if items is None:
         _store_result(out, queries, row, acc, weight, channels, kept, R)
     else:
         before = part.to(tl.int64) * (QUERY_LEN * HEADS)
-        if items is None:
-            _store_partial(partial, tops, sums, before, row, acc, top, weight, channels, kept, real, R)
+        if part < 0:
+            _store_result(out, queries, row, acc, weight, channels, kept, R)
         else:
-            if part < 0:
-                _store_result(out, queries, row, acc, weight, channels, kept, R)
-            else:
-                _store_partial(partial, tops, sums, before, row, acc, top, weight, channels, kept, real, R)
+            _store_partial(partial, tops, sums, before, row, acc, top, weight, channels, kept, real, R)
 
 
 _ATTEND: Final = BoundKernel(attend)
@@ -307,7 +295,6 @@ def decode(
     kv_lens: Tensor,
     query_len: int,
     scale: float,
-    splits: int,
     chip: Chip,
     chosen: Settings | None = None,
     rows: Tensor | None = None,
@@ -320,131 +307,48 @@ def decode(
     use = tuned(q.dtype, chip) if chosen is None else chosen
     constants = shape.constants(use, cache.shape[1])
     out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
-    slots = len(kv_lens) * splits if work is None else work.num_slots
-    several = splits > 1 or work is not None
-    partial, tops, sums = scratch(slots if several else 0, query_len, heads, rank, q.device)
+    partial, tops, sums = scratch(0 if work is None else work.num_slots, query_len, heads, rank, q.device)
     row_blocks = -(-heads * query_len // constants["ROWS"])
-    _ATTEND[(row_blocks, splits, len(kv_lens)) if work is None else (row_blocks, len(work.items), 1)](
-        absorbed,
-        q,
-        cache,
-        tables,
-        kv_lens,
-        rows,
-        selected,
-        None if work is None else work.items,
-        out,
-        partial,
-        tops,
-        sums,
-        factor(scale, None),
-        absorbed.stride(0),
-        absorbed.stride(1),
-        tables.stride(0),
+    _ATTEND[row_blocks, len(kv_lens if work is None else work.items)](
+        absorbed=absorbed,
+        q=q,
+        cache=cache,
+        tables=tables,
+        kv_lens=kv_lens,
+        rows=rows,
+        selected=selected,
+        items=None if work is None else work.items,
+        out=out,
+        partial=partial,
+        tops=tops,
+        sums=sums,
+        scale=factor(scale, None),
+        token_stride=absorbed.stride(0),
+        head_stride=absorbed.stride(1),
+        table_stride=tables.stride(0),
         **constants,
         TOP=0 if selected is None else selected.shape[1],
         num_warps=use["num_warps"],
         num_stages=use["num_stages"],
     )
-    if several:
-        arrays = partial, tops, sums, kv_lens, None, None if work is None else work.merges, None, out
-        reduce[heads, tokens](*arrays, splits, **_reduce_constants(shape, constants))
+    if work is not None:
+        REDUCE[heads, tokens](
+            partial=partial,
+            tops=tops,
+            sums=sums,
+            merges=work.merges,
+            sinks=None,
+            out=out,
+            **reduce_constants(shape, constants),
+        )
     return out
 
 
-def _reduce_constants(shape: LatentShape, constants: dict[str, int]) -> dict[str, int]:
+def reduce_constants(shape: LatentShape, constants: dict[str, int]) -> dict[str, int]:
     return {
         "HEADS": shape.heads,
         "QUERY_LEN": shape.query_len,
         "V": shape.rank,
         "V_WIDTH": constants["R_WIDTH"],
-        "PAGE": constants["PAGE"],
-        "TILE": constants["TILE"],
-        "WINDOW": 0,
-        "SPAN": 0,
-        "BACK": 0,
         "CHUNK": CHUNK,
     }
-
-
-# Specialisations compiled ahead of time: 128 heads on one rank, shares of them on several, several draft tokens.
-
-_PAGE: Final = 16
-_BF16 = torch.bfloat16
-_FP16 = torch.float16
-_FP32 = torch.float32
-_SHAPES: Final = (
-    LatentShape(128, 192, 512, 64, _BF16),
-    LatentShape(16, 192, 512, 64, _BF16),
-    LatentShape(16, 192, 512, 64, _BF16, query_len=4),
-    LatentShape(20, 256, 512, 64, _BF16),
-    LatentShape(8, 192, 512, 64, _BF16),
-    LatentShape(16, 192, 512, 64, _FP16),
-    LatentShape(16, 192, 512, 64, _FP32),
-)
-
-
-def _launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
-    for shape in _SHAPES:
-        use = tuned(shape.dtype, chip)
-        kind = TRITON_TYPES[shape.dtype]
-        name = f"n{shape.heads}-h{shape.head_dim}-q{shape.query_len}-{kind}"
-        constants = shape.constants(use, _PAGE)
-        for direct in (False, True):
-            signature = {
-                **dict.fromkeys(("absorbed", "q", "cache"), f"*{kind}"),
-                **dict.fromkeys(("tables", "kv_lens"), "*i32"),
-                "out": f"*{kind}",
-                **({} if direct else dict.fromkeys(("partial", "tops", "sums"), "*fp32")),
-                "scale": "fp32",
-                **dict.fromkeys(("token_stride", "head_stride"), "i32:16"),
-                "table_stride": "i32",
-            }
-            absent: dict[str, int | None] = {"rows": None, "selected": None, "items": None, "TOP": 0}
-            absent |= dict.fromkeys(("partial", "tops", "sums")) if direct else {}
-            warps = use["num_warps"]
-            stages = use["num_stages"]
-            hot = shape.dtype != torch.float32
-            launch = Launch(attend, signature, {**absent, **constants}, num_warps=warps, num_stages=stages, hot=hot)
-            yield f"attend-{name}{'-direct' * direct}", launch
-            if not direct:
-                listed = {name: value for name, value in absent.items() if name != "items"} | constants
-                launch = Launch(
-                    attend, signature | {"items": "*i32"}, listed, num_warps=warps, num_stages=stages, hot=hot
-                )
-                yield f"attend-{name}-listed", launch
-            if shape.query_len == 1 and not direct:
-                signature |= {"rows": "*i32", "selected": "*i32"}
-                sparse = constants | {"items": None, "TOP": 2048}
-                launch = Launch(attend, signature, sparse, num_warps=warps, num_stages=stages, hot=hot)
-                yield f"attend-{name}-selected", launch
-        yield f"reduce-{name}", _reduce(shape, constants, kind)
-        yield f"write-{name}", _write(shape, kind)
-
-
-def _reduce(shape: LatentShape, constants: dict[str, int], kind: str) -> Launch:
-    signature = {
-        **dict.fromkeys(("partial", "tops", "sums"), "*fp32"),
-        "kv_lens": "*i32",
-        "out": f"*{kind}",
-        "splits": "i32",
-    }
-    absent = dict.fromkeys(("query_counts", "merges", "sinks"))
-    return Launch(reduce, signature, {**absent, **_reduce_constants(shape, constants)}, num_stages=3)
-
-
-def _write(shape: LatentShape, kind: str) -> Launch:
-    signature = {
-        **dict.fromkeys(("q", "latents", "cache", "weight"), f"*{kind}"),
-        **dict.fromkeys(("positions", "slots"), "*i32"),
-        "cos_sin": "*fp32",
-        "latents_stride": "i32:16",
-        "eps": "fp32",
-    }
-    constants = _write_constants(shape.heads, shape.head_dim, shape.rank, shape.rotary, False)
-    return Launch(write_kernel, signature, constants, num_warps=WRITE_WARPS)
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    return dict(_launches(chip))

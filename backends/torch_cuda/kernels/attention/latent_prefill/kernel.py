@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention.kernel import LOG2E, NOTHING
-from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, padded
+from pagoda.backends.torch_cuda.kernels.attention.shared import padded
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, Settings, settings
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Settings, settings
 
 TUNING: Final = Path(__file__).with_name("tuning.json")
 BLOCK: Final = 64
@@ -248,18 +248,18 @@ def launch(
     for each in rounds:
         latents, keys = _gathered(cache, tables, each, kv_b.shape[1], shape.rotary)
         _ATTEND[(len(tiles), heads)](
-            q,
-            F.linear(latents, kv_b),
-            keys,
-            query_start,
-            kv_lens,
-            tiles,
-            each.spans,
-            out,
-            tops,
-            totals,
-            partial,
-            scale * LOG2E.value,
+            q=q,
+            expanded=F.linear(latents, kv_b),
+            keys=keys,
+            query_start=query_start,
+            kv_lens=kv_lens,
+            tiles=tiles,
+            spans=each.spans,
+            out=out,
+            tops=tops,
+            totals=totals,
+            partial=partial,
+            scale=scale * LOG2E.value,
             **shape.constants(use, tile),
             num_warps=use["num_warps"],
             num_stages=use["num_stages"],
@@ -275,20 +275,20 @@ def _gathered(cache: Tensor, tables: Tensor, each: Round, rank: int, rotary: int
     latents = torch.empty(rows, rank, dtype=cache.dtype, device=cache.device)
     keys = torch.empty(rows, rotary, dtype=cache.dtype, device=cache.device)
     _GATHER[(len(each.blocks), BLOCK // GATHER_ROWS)](
-        cache,
-        tables,
-        each.blocks,
-        each.spans,
-        latents,
-        keys,
-        tables.stride(0),
-        **_gather_constants(rank, rotary, cache.shape[1]),
+        cache=cache,
+        tables=tables,
+        blocks=each.blocks,
+        spans=each.spans,
+        latents=latents,
+        keys=keys,
+        table_stride=tables.stride(0),
+        **gather_constants(rank, rotary, cache.shape[1]),
         num_warps=GATHER_WARPS,
     )
     return latents, keys
 
 
-def _gather_constants(rank: int, rotary: int, page: int) -> dict[str, int]:
+def gather_constants(rank: int, rotary: int, page: int) -> dict[str, int]:
     return {
         "R": rank,
         "R_BLOCK": triton.next_power_of_2(rank),
@@ -298,47 +298,3 @@ def _gather_constants(rank: int, rotary: int, page: int) -> dict[str, int]:
         "BLOCK": BLOCK,
         "ROWS": GATHER_ROWS,
     }
-
-
-# Specialisations compiled ahead of time: heads of 128 + 64 channels, and of 192 + 64 with wider values.
-
-_SHAPES: Final = (
-    PrefillShape(128, 128, 64, 128, torch.bfloat16),
-    PrefillShape(16, 128, 64, 128, torch.float16),
-    PrefillShape(16, 128, 64, 128, torch.float32),
-    PrefillShape(20, 192, 64, 256, torch.bfloat16),
-)
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    by_name = {}
-    for shape in _SHAPES:
-        kind = TRITON_TYPES[shape.dtype]
-        use = tuned(shape.nope, shape.values, shape.dtype, chip)
-        for several in (False, True):
-            carried = dict.fromkeys(("tops", "totals", "partial"), "*fp32") if several else {}
-            signature = {
-                **dict.fromkeys(("q", "expanded", "keys", "out"), f"*{kind}"),
-                **dict.fromkeys(("query_start", "kv_lens", "tiles", "spans"), "*i32"),
-                **carried,
-                "scale": "fp32",
-            }
-            absent = {} if several else dict.fromkeys(("tops", "totals", "partial"))
-            by_name[f"attend-n{shape.heads}-v{shape.values}-{kind}{'-rounds' * several}"] = Launch(
-                attend,
-                signature,
-                {**absent, **shape.constants(use, use["BLOCK_M"])},
-                num_warps=use["num_warps"],
-                num_stages=use["num_stages"],
-                hot=shape.dtype != torch.float32,
-                wgmma=shape.dtype != torch.float32,
-            )
-    for kind in ("bf16", "fp32"):
-        signature = {
-            **dict.fromkeys(("cache", "latents", "keys"), f"*{kind}"),
-            **dict.fromkeys(("tables", "blocks", "spans"), "*i32"),
-            "table_stride": "i32",
-        }
-        by_name[f"gather-{kind}"] = Launch(gather, signature, _gather_constants(512, 64, 16), num_warps=GATHER_WARPS)
-    return by_name

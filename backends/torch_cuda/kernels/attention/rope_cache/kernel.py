@@ -14,7 +14,7 @@ import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.frame import fp8_convert as float8
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, divided, power_of_two, row_stride
+from pagoda.backends.torch_cuda.kernels.frame.launch import divided, power_of_two, row_stride
 
 ELEMENTS = 1024
 """Elements per program."""
@@ -252,17 +252,17 @@ class RopeCacheLaunch:
         shapes = constants(heads, kv_heads, head_dim, value_dim, page, 0 if cos_sin is None else 2 * cos_sin.shape[2])
         self._parts = divided(heads, shapes["HEADS_BLOCK"]) + 2 * divided(kv_heads, shapes["HEADS_BLOCK"])
         self._launch = _ROPE_CACHE_KERNEL.fixed(
-            keys,
-            values,
-            keys if cos_sin is None else cos_sin,
-            keys if q_norm is None else q_norm.weight,
-            keys if k_norm is None else k_norm.weight,
-            None if v_norm is None else v_norm.weight,
-            keys if k_scale is None else k_scale,
-            keys if v_scale is None else v_scale,
-            0.0 if q_norm is None else q_norm.eps,
-            0.0 if k_norm is None else k_norm.eps,
-            None if v_norm is None else v_norm.eps,
+            keys_ptr=keys,
+            values_ptr=values,
+            cos_sin_ptr=keys if cos_sin is None else cos_sin,
+            q_weight_ptr=keys if q_norm is None else q_norm.weight,
+            k_weight_ptr=keys if k_norm is None else k_norm.weight,
+            v_weight_ptr=None if v_norm is None else v_norm.weight,
+            k_scale_ptr=keys if k_scale is None else k_scale,
+            v_scale_ptr=keys if v_scale is None else v_scale,
+            q_eps=0.0 if q_norm is None else q_norm.eps,
+            k_eps=0.0 if k_norm is None else k_norm.eps,
+            v_eps=None if v_norm is None else v_norm.eps,
             **shapes,
             Q_NORM=q_norm is not None,
             K_NORM=k_norm is not None,
@@ -278,7 +278,14 @@ class RopeCacheLaunch:
         tokens = qkv.shape[0]
         q = qkv.new_empty((tokens, *self._heads))
         if tokens:
-            self._launch((tokens, self._parts), qkv, positions, slots, q, row_stride(qkv))
+            self._launch(
+                (tokens, self._parts),
+                qkv_ptr=qkv,
+                positions_ptr=positions,
+                slots_ptr=slots,
+                q_ptr=q,
+                qkv_stride=row_stride(qkv),
+            )
         return q
 
 
@@ -290,22 +297,22 @@ def rope_queries(x, positions, heads, cos_sin, q_norm):
         return q
     shapes = constants(heads, 1, head_dim, head_dim, 1, 0 if cos_sin is None else 2 * cos_sin.shape[2])
     _ROPE_CACHE_KERNEL[(len(x), divided(heads, shapes["HEADS_BLOCK"]))](
-        x,
-        positions,
-        positions,
-        q,
-        row_stride(x),
-        q,
-        q,
-        positions if cos_sin is None else cos_sin,
-        x if q_norm is None else q_norm.weight,
-        x,
-        None,
-        positions,
-        positions,
-        0.0 if q_norm is None else q_norm.eps,
-        0.0,
-        None,
+        qkv_ptr=x,
+        positions_ptr=positions,
+        slots_ptr=positions,
+        q_ptr=q,
+        qkv_stride=row_stride(x),
+        keys_ptr=q,
+        values_ptr=q,
+        cos_sin_ptr=positions if cos_sin is None else cos_sin,
+        q_weight_ptr=x if q_norm is None else q_norm.weight,
+        k_weight_ptr=x,
+        v_weight_ptr=None,
+        k_scale_ptr=positions,
+        v_scale_ptr=positions,
+        q_eps=0.0 if q_norm is None else q_norm.eps,
+        k_eps=0.0,
+        v_eps=None,
         **shapes,
         Q_NORM=q_norm is not None,
         K_NORM=False,
@@ -317,67 +324,3 @@ def rope_queries(x, positions, heads, cos_sin, q_norm):
         num_warps=WARPS,
     )
     return q
-
-
-# Specialisations compiled ahead of time: head shapes of real models, with each type of cache.
-
-_PAGE: Final = 16
-_SHAPES: Final = {
-    # query heads, KV heads, head dim, rotated channels, (QK norm, unit offset)
-    "32x8x128": (32, 8, 128, 128, (False, False)),
-    "32x8x128-norm": (32, 8, 128, 128, (True, False)),
-    "9x3x64": (9, 3, 64, 64, (False, False)),
-    "16x8x256-norm": (16, 8, 256, 256, (True, True)),
-    "32x32x80-partial": (32, 32, 80, 32, (False, False)),
-    "24x8x128-partial": (24, 8, 128, 96, (False, False)),
-    "12x12x64-still": (12, 12, 64, 0, (False, False)),
-    "64x8x192-partial-values-128": (64, 8, 192, 64, (False, False)),
-}
-_VALUES: Final = {"16x2x512-values-are-keys": (16, 2, 512, 512, (True, False))}
-"""The same, of layers whose values are their keys, normalised."""
-_VALUE_DIM: Final = {"64x8x192-partial-values-128": 128}
-"""Channels of value heads where they are not those of key heads."""
-
-
-_FIXED: Final = (
-    "keys_ptr",
-    "values_ptr",
-    "cos_sin_ptr",
-    "q_weight_ptr",
-    "k_weight_ptr",
-    "k_scale_ptr",
-    "v_scale_ptr",
-)
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by heads, type and cache. What a layer has not, is the cache."""
-    return {
-        f"{name}-{dtype}-{cache}": Launch(
-            rope_cache_kernel,
-            {
-                **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i32"),
-                **dict.fromkeys(_FIXED, "*u8" if cache == "float8" else f"*{dtype}"),
-                **dict.fromkeys(("qkv_ptr", "q_ptr", *(("q_weight_ptr", "k_weight_ptr") if norm else ())), f"*{dtype}"),
-                **({"v_weight_ptr": f"*{dtype}", "v_eps": "fp32"} if name in _VALUES else {}),
-                **({"cos_sin_ptr": "*fp32"} if rotated else {}),
-                **dict.fromkeys(("k_scale_ptr", "v_scale_ptr") if cache == "float8" else (), "*fp32"),
-                "qkv_stride": "i32:16",
-                "q_eps": "fp32",
-                "k_eps": "fp32",
-            },
-            {
-                **constants(heads, kv_heads, head_dim, _VALUE_DIM.get(name, head_dim), _PAGE, rotated),
-                **dict.fromkeys(("Q_NORM", "K_NORM"), norm),
-                **dict.fromkeys(("Q_UNIT_OFFSET", "K_UNIT_OFFSET"), unit_offset),
-                **({} if name in _VALUES else {"v_weight_ptr": None, "v_eps": None}),
-                "V_START": (heads if name in _VALUES else heads + kv_heads) * head_dim,
-                "SCALED": cache == "float8",
-                "NATIVE": cache == "float8" and chip.float8,
-            },
-            num_warps=WARPS,
-        )
-        for name, (heads, kv_heads, head_dim, rotated, (norm, unit_offset)) in (_SHAPES | _VALUES).items()
-        for dtype in ("bf16", "fp16")
-        for cache in ("same", "float8")
-    }

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, padded
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch
+from pagoda.backends.torch_cuda.kernels.attention.shared import padded
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 
 TILE: Final = 64
 """Keys per program of `score`."""
@@ -50,6 +50,9 @@ def score(
     weight = tl.load(weights + token * HEADS + head, head < HEADS, 0.0).to(tl.float32)
     total = tl.sum(products * weight[:, None], 0)
     tl.store(scores + token * score_stride + position, total, seen)
+
+
+_SCORE: Final = BoundKernel(score)
 
 
 @triton.jit
@@ -100,6 +103,9 @@ def select(scores, lens, selected, counts, score_stride, TOP: tl.constexpr, BLOC
         written += tl.sum(chosen.to(tl.int32), 0)
 
 
+_SELECT: Final = BoundKernel(select)
+
+
 def launch(
     q: Tensor, weights: Tensor, cache: Tensor, tables: Tensor, rows: Tensor, lens: Tensor, top: int, scores: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -109,34 +115,32 @@ def launch(
     counts = torch.empty(tokens, dtype=torch.int32, device=q.device)
     if not tokens:
         return selected, counts
-    score[(tokens, triton.cdiv(scores.shape[1], TILE))](
-        q, weights, cache, tables, rows, lens, scores, tables.stride(0), scores.stride(0),
-        **_constants(heads, dim, cache.shape[1], top), num_warps=SCORE_WARPS,
-    )  # fmt: skip
-    select[(tokens,)](
-        scores, lens, selected, counts, scores.stride(0), TOP=top, BLOCK=BLOCK, num_warps=SELECT_WARPS
-    )  # fmt: skip
+    _SCORE[(tokens, triton.cdiv(scores.shape[1], TILE))](
+        q=q,
+        weights=weights,
+        cache=cache,
+        tables=tables,
+        rows=rows,
+        lens=lens,
+        scores=scores,
+        table_stride=tables.stride(0),
+        score_stride=scores.stride(0),
+        **constants_of(heads, dim, cache.shape[1], top),
+        num_warps=SCORE_WARPS,
+    )
+    _SELECT[(tokens,)](
+        scores=scores,
+        lens=lens,
+        selected=selected,
+        counts=counts,
+        score_stride=scores.stride(0),
+        TOP=top,
+        BLOCK=BLOCK,
+        num_warps=SELECT_WARPS,
+    )
     return selected, counts
 
 
-def _constants(heads: int, dim: int, page: int, top: int) -> dict[str, int]:
+def constants_of(heads: int, dim: int, page: int, top: int) -> dict[str, int]:
     widths = {"HEADS_WIDTH": padded(heads), "H_WIDTH": padded(dim)}
     return {"HEADS": heads, "H": dim, "PAGE": page, "TOP": top, "TILE": TILE, **widths}
-
-
-# Specialisations compiled ahead of time: an indexer of 64 heads of 128 that selects 2,048 tokens.
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    per_step = {**dict.fromkeys(("tables", "rows", "lens"), "*i32"), "table_stride": "i32", "score_stride": "i32:16"}
-    by_name = {}
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        kind = f"*{TRITON_TYPES[dtype]}"
-        signature = {**dict.fromkeys(("q", "cache", "weights"), kind), **per_step, "scores": "*fp32"}
-        by_name[f"score-{TRITON_TYPES[dtype]}"] = Launch(
-            score, signature, _constants(64, 128, 16, 2048), num_warps=SCORE_WARPS, hot=dtype != torch.float32
-        )
-    signature = {"scores": "*fp32", **dict.fromkeys(("lens", "selected", "counts"), "*i32"), "score_stride": "i32:16"}
-    by_name["select"] = Launch(select, signature, {"TOP": 2048, "BLOCK": BLOCK}, num_warps=SELECT_WARPS)
-    return by_name

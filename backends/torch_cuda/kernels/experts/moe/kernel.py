@@ -8,7 +8,7 @@ device alone: grids have room for the worst case, and surplus programs return at
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -17,10 +17,7 @@ import triton.language as tl
 from pagoda.backends.torch_cuda.kernels.experts.moe_w8a8 import kernel as w8a8
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.fp8_convert import native
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch
 from pagoda.backends.torch_cuda.kernels.linear.weight_only.kernel import (
-    FORMS,
-    Form,
     extra,
     packed_settings,
     tile_product,
@@ -28,7 +25,6 @@ from pagoda.backends.torch_cuda.kernels.linear.weight_only.kernel import (
 )
 from pagoda.backends.torch_cuda.kernels.linear.weight_only.packing import PackedMatrix
 from pagoda.backends.torch_cuda.kernels.pointwise.activation.kernel import activated, clamped_glu, clip, limits
-from pagoda.common.models.spec import ClampedGlu
 
 TUNING = Path(__file__).with_name("tuning.json")
 TILES = (16, 64, 128)
@@ -44,11 +40,11 @@ def route(logits, router):
     weights = torch.empty(tokens, router.top_k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, router.top_k, dtype=torch.int32, device=logits.device)
     _ROUTE_KERNEL[(tokens,)](
-        logits,
-        weights,
-        chosen,
-        experts,
-        logits.stride(0),
+        logits=logits,
+        weights=weights,
+        chosen=chosen,
+        experts=experts,
+        logits_stride=logits.stride(0),
         TOP=router.top_k,
         RENORMALISE=router.renormalise,
         BLOCK=triton.next_power_of_2(experts),
@@ -122,23 +118,23 @@ def _launch(x, stack, bias, out, sorted_pairs, tile, chip, share, activation):
         constants = tile_settings(TUNING, scheme, group, inputs, tile, chip)
     pairs, outputs = out.shape
     _EXPERT_KERNEL[(tile_experts.numel(), triton.cdiv(outputs, constants["CHANNELS"]))](
-        x,
-        data,
-        scale,
-        extra(stack) if packed else scale,
-        scale if row_scale is None else row_scale,
-        scale if bias is None else bias,
-        out,
-        order,
-        tile_experts,
-        ends,
-        pairs,
-        ends.numel(),
-        inputs,
-        outputs,
-        x.stride(0),
-        data[0].numel(),
-        scale[0].numel(),
+        x=x,
+        weights=data,
+        scales=scale,
+        offsets=extra(stack) if packed else scale,
+        row_scales=scale if row_scale is None else row_scale,
+        bias=scale if bias is None else bias,
+        out=out,
+        order=order,
+        tile_experts=tile_experts,
+        ends=ends,
+        pairs=pairs,
+        experts=ends.numel(),
+        inputs=inputs,
+        outputs=outputs,
+        x_stride=x.stride(0),
+        weight_stride=data[0].numel(),
+        scale_stride=scale[0].numel(),
         SHARE=share,
         NATIVE=native(chip, x),
         ROW_SCALES=row_scale is not None,
@@ -153,7 +149,9 @@ def mix(parts, weights, like):
     tokens, top = weights.shape
     width = parts.shape[1]
     out = torch.empty(tokens, width, dtype=like.dtype, device=like.device)
-    _MIX_KERNEL[(tokens, triton.cdiv(width, _SUM_BLOCK))](parts, weights, out, width, TOP=top, BLOCK=_SUM_BLOCK)
+    _MIX_KERNEL[(tokens, triton.cdiv(width, _SUM_BLOCK))](
+        parts=parts, weights=weights, out=out, width=width, TOP=top, BLOCK=_SUM_BLOCK
+    )
     return out
 
 
@@ -184,12 +182,12 @@ def align(chosen, experts, tile):
     tile_experts = torch.empty(tiles, dtype=torch.int32, device=device)
     ends = torch.empty(experts, dtype=torch.int32, device=device)
     _ALIGN_KERNEL[(experts,)](
-        chosen,
-        order,
-        tile_experts,
-        ends,
-        pairs,
-        experts,
+        chosen=chosen,
+        order=order,
+        tile_experts=tile_experts,
+        ends=ends,
+        pairs=pairs,
+        experts=experts,
         TILE=tile,
         BLOCK=triton.next_power_of_2(experts + 1),
         CHUNK=_SORT_CHUNK,
@@ -382,94 +380,3 @@ def align_kernel(
 
 
 _ALIGN_KERNEL: Final = BoundKernel(align_kernel)
-
-
-# Specialisations compiled ahead of time: few large experts, two per token, and many small ones, eight per token.
-
-_UNUSUAL: Final = ("int8-offsets", "int4-small")
-"""Forms of dense matrices that no released mixture has."""
-
-_FORMS: Final[dict[str, tuple[str, Form]]] = {"plain": ("plain", Form())} | {
-    f"{scheme}{suffix}": (scheme, form)
-    for scheme, forms in FORMS.items()
-    for suffix, form in forms
-    if f"{scheme}{suffix}" not in _UNUSUAL
-}
-"""Name of a launch -> scheme and form."""
-
-_FEW, _SOME, _MANY = TILES
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by scheme, tile and type; `ragged`: biases, and inputs that fill no block."""
-    specs = {}
-    for name in _FORMS:
-        for tile in TILES if name == "plain" else TILES[:-1]:
-            specs[f"{name}-{tile}-inner"] = _expert(name, tile, chip, inner=True)
-        specs[f"{name}-{_FEW}-down"] = _expert(name, _FEW, chip)
-    for name in _FORMS:  # with adapters both products are without an activation
-        specs[f"{name}-{_FEW}-shared-rows"] = _expert(name, _FEW, chip, share=2, hot=False)
-    specs[f"plain-{_SOME}-down"] = _expert("plain", _SOME, chip)
-    specs[f"plain-{_MANY}-down"] = _expert("plain", _MANY, chip)
-    specs[f"plain-{_FEW}-inner-fp16"] = _expert("plain", _FEW, chip, inner=True, dtype="fp16")
-    specs[f"plain-{_SOME}-inner-fp32"] = _expert("plain", _SOME, chip, inner=True, dtype="fp32", hot=False)
-    specs[f"plain-{_FEW}-ragged"] = _expert("plain", _FEW, chip, inner=True, inputs=720)
-    specs[f"int4-{_FEW}-ragged"] = _expert("int4", _FEW, chip, inputs=720)
-    for scheme in ("plain", "mxfp4"):
-        specs[f"{scheme}-{_FEW}-clamped"] = _expert(
-            scheme, _FEW, chip, inner=True, inputs=2880, clamped=ClampedGlu(7.0, 1.702)
-        )
-    for experts, top in ((8, 2), (128, 8), (256, 8)):
-        specs[f"route-{experts}"] = _route(experts, top)
-    specs["align-8"] = _align(8, _FEW)
-    specs["align-128"] = _align(128, _MANY)
-    specs["align-256-by-row"] = _align(256, 1)
-    specs["mix"] = Launch(
-        mix_kernel,
-        {"parts": "*bf16", "weights": "*fp32", "out": "*bf16", "width": "i32:16"},
-        {"TOP": 8, "BLOCK": 1024},
-    )
-    return specs
-
-
-def _expert(
-    name: str,
-    tile: int,
-    chip: Chip,
-    *,
-    inner: bool = False,
-    share: int | None = None,
-    dtype: str = "bf16",
-    inputs: int = 14336,
-    hot: bool = True,
-    clamped: ClampedGlu | None = None,
-) -> Launch:
-    scheme, form = _FORMS[name]
-    constants: dict[str, Any] = {
-        **tile_settings(TUNING, scheme, form.group, inputs, tile, chip, form.rows, form.offset is not None)
-    }
-    warps = constants.pop("num_warps")
-    stages = constants.pop("num_stages")
-    signature = {"x": f"*{dtype}", **form.types(scheme), "row_scales": "*fp32", "bias": f"*{dtype}"}
-    if scheme == "plain":
-        signature |= dict.fromkeys(("weights", "scales", "offsets", "row_scales"), f"*{dtype}")
-    signature |= {"out": f"*{dtype}", "order": "*i32", "tile_experts": "*i32", "ends": "*i32"}
-    signature |= {"pairs": "i32", "experts": "i32"}
-    signature |= dict.fromkeys(("inputs", "outputs", "x_stride", "weight_stride", "scale_stride"), "i32:16")
-    constants |= {"SHARE": share or (2 if inner else 1), "ACTIVATION": "silu" if inner else "", "GATED": inner}
-    constants |= limits(clamped)
-    constants |= {"NATIVE": chip.float8, "ROW_SCALES": scheme == "nvfp4", "BIAS": inputs % 256 != 0}
-    return Launch(expert_kernel, signature, constants, warps, stages, hot=hot, wgmma=scheme == "plain" and hot)
-
-
-def _route(experts: int, top: int) -> Launch:
-    signature = {"logits": "*fp32", "weights": "*fp32", "chosen": "*i32"}
-    signature |= dict.fromkeys(("experts", "logits_stride"), "i32")
-    constants = {"TOP": top, "RENORMALISE": True, "BLOCK": experts, "BLOCK_TOP": top}
-    return Launch(route_kernel, signature, constants, num_warps=1)
-
-
-def _align(experts: int, tile: int) -> Launch:
-    signature = dict.fromkeys(("chosen", "order", "tile_experts", "ends"), "*i32")
-    constants = {"TILE": tile, "BLOCK": 2 * experts, "CHUNK": 1024}
-    return Launch(align_kernel, signature | {"pairs": "i32", "experts": "i32"}, constants)

@@ -7,7 +7,7 @@ the first those of tokens, the second those of pairs.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -15,10 +15,10 @@ import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.fp8_convert import native
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, settings
+from pagoda.backends.torch_cuda.kernels.frame.launch import settings
 from pagoda.backends.torch_cuda.kernels.linear.quantize_rows.kernel import quantize
 from pagoda.backends.torch_cuda.kernels.linear.scaled_product import scaled_tile
-from pagoda.backends.torch_cuda.kernels.pointwise.activation.kernel import activated, clamped_glu, clip, limits
+from pagoda.backends.torch_cuda.kernels.pointwise.activation.kernel import activated, clamped_glu, clip
 
 TUNING = Path(__file__).with_name("tuning.json")
 TILES = (64, 128)
@@ -74,22 +74,22 @@ def product(x, stack, bias, out, sorted_pairs, tile, chip, share, activation):
     constants = tile_settings(stack.scheme, stack.group, stack.rows, stack.inputs, tile, chip)
     pairs, outputs = out.shape
     _EXPERT_KERNEL[(tile_experts.numel(), triton.cdiv(outputs, constants["CHANNELS"]))](
-        numbers,
-        x_scales,
-        data,
-        scale,
-        scale if bias is None else bias,
-        out,
-        order,
-        tile_experts,
-        ends,
-        pairs,
-        ends.numel(),
-        stack.inputs,
-        outputs,
-        x_scales.stride(0),
-        data[0].numel(),
-        scale[0].numel(),
+        x=numbers,
+        x_scales=x_scales,
+        weights=data,
+        scales=scale,
+        bias=scale if bias is None else bias,
+        out=out,
+        order=order,
+        tile_experts=tile_experts,
+        ends=ends,
+        pairs=pairs,
+        experts=ends.numel(),
+        inputs=stack.inputs,
+        outputs=outputs,
+        x_scales_stride=x_scales.stride(0),
+        weight_stride=data[0].numel(),
+        scale_stride=scale[0].numel(),
         SHARE=share,
         INT8=int8,
         NATIVE=hardware,
@@ -179,32 +179,3 @@ def expert_kernel(
 
 
 _EXPERT_KERNEL: Final = BoundKernel(expert_kernel)
-
-
-# Specialisations compiled ahead of time: both products of large experts, scales per channel and blocks of 128 by 128.
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by numbers, scales and rows; `ragged`: biases, inputs that fill no block, groups of 32."""
-    specs = {}
-    for scheme in ("int8", "fp8") if chip.float8 else ("int8",):
-        for name, group in (("rows", 0), ("blocks", 128)):
-            for tile in TILES:
-                specs[f"{scheme}-{name}-{tile}-inner"] = _expert(scheme, group, tile, chip, inner=True)
-                specs[f"{scheme}-{name}-{tile}-down"] = _expert(scheme, group, tile, chip)
-            specs[f"{scheme}-{name}-ragged"] = _expert(scheme, group and 32, TILES[0], chip, inner=True, inputs=720)
-    return specs
-
-
-def _expert(scheme: str, group: int, tile: int, chip: Chip, *, inner: bool = False, inputs: int = 7168) -> Launch:
-    constants: dict[str, Any] = tile_settings(scheme, group, group or 1, inputs, tile, chip)
-    warps = constants.pop("num_warps")
-    stages = constants.pop("num_stages")
-    number = "*i8" if scheme == "int8" else "*fp8e4nv"
-    signature = {"x": number, "x_scales": "*fp32", "weights": number, "scales": "*fp32", "bias": "*bf16"}
-    signature |= {"out": "*bf16", "order": "*i32", "tile_experts": "*i32", "ends": "*i32"}
-    signature |= dict.fromkeys(("pairs", "experts", "x_scales_stride"), "i32")
-    signature |= dict.fromkeys(("inputs", "outputs", "weight_stride", "scale_stride"), "i32:16")
-    constants |= {"SHARE": 8 if inner else 1, "ACTIVATION": "silu" if inner else "", "GATED": inner, **limits()}
-    constants |= {"INT8": scheme == "int8", "NATIVE": chip.float8, "BIAS": inputs % 256 != 0}
-    return Launch(expert_kernel, signature, constants, warps, stages, wgmma=True)

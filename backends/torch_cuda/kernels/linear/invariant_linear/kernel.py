@@ -7,13 +7,14 @@ tiles to fill the chip, else by `sum_kernel` from the memory that several progra
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, row_stride, settings
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, row_stride, settings
 from pagoda.backends.torch_cuda.kernels.linear.weight_only.kernel import SCHEMES, sum_kernel, tile_product
 
 TUNING = Path(__file__).with_name("tuning.json")
@@ -38,27 +39,27 @@ def linear(x, weight, bias, dtype, chip):
         return out
     whole = splits == 1 or row_tiles * channel_tiles >= chip.sms
     parts = out if whole else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
-    linear_kernel[(row_tiles, channel_tiles, 1 if whole else splits)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        parts,
-        rows,
-        inputs,
-        outputs,
-        row_stride(x),
-        split_inputs,
+    _LINEAR_KERNEL[(row_tiles, channel_tiles, 1 if whole else splits)](
+        x=x,
+        weight=weight,
+        bias=weight if bias is None else bias,
+        out=parts,
+        rows=rows,
+        inputs=inputs,
+        outputs=outputs,
+        x_stride=row_stride(x),
+        split_inputs=split_inputs,
         BIAS=bias is not None and whole,
         WHOLE=whole,
         **constants,
     )
     if not whole:
         sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
-            parts,
-            weight if bias is None else bias,
-            out,
-            out.numel(),
-            outputs,
+            parts=parts,
+            bias=weight if bias is None else bias,
+            out=out,
+            size=out.numel(),
+            outputs=outputs,
             SPLITS=splits,
             BIAS=bias is not None,
             BLOCK=_SUM_BLOCK,
@@ -121,31 +122,4 @@ def linear_kernel(
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=(channels < outputs)[:, None] & real[None, :])
 
 
-# Specialisations compiled ahead of time.
-
-_TRITON: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by type, mode and inputs; `head` has float32 outputs."""
-    return {
-        "bf16-whole": _launch(chip, "bf16", whole=True),
-        "bf16-split": _launch(chip, "bf16", whole=False),
-        "bf16-head": _launch(chip, "bf16", whole=True, out="fp32"),
-        "bf16-ragged": _launch(chip, "bf16", whole=True, inputs=720),
-        "fp16-whole": _launch(chip, "fp16", whole=True),
-        "fp32-whole": _launch(chip, "fp32", whole=True),
-        "fp32-split": _launch(chip, "fp32", whole=False),
-    }
-
-
-def _launch(chip: Chip, dtype: str, *, whole: bool, out: str | None = None, inputs: int = 4096) -> Launch:
-    constants: dict[str, Any] = tile_settings(_TRITON[dtype], inputs, chip)
-    warps = constants.pop("num_warps")
-    stages = constants.pop("num_stages")
-    signature = dict.fromkeys(("x", "weight", "bias"), f"*{dtype}")
-    signature |= {"out": f"*{out or dtype}" if whole else "*fp32", "rows": "i32"}
-    signature |= dict.fromkeys(("inputs", "outputs", "x_stride", "split_inputs"), "i32:16")
-    constants |= {"BIAS": whole, "WHOLE": whole}
-    hot = dtype != "fp32"  # which does not use tensor cores
-    return Launch(linear_kernel, signature, constants, warps, stages, hot=hot, wgmma=hot)
+_LINEAR_KERNEL: Final = BoundKernel(linear_kernel)

@@ -19,7 +19,8 @@ import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.experts.moe.kernel import align
 from pagoda.backends.torch_cuda.kernels.frame import launch
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, row_stride
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame.launch import row_stride
 from pagoda.backends.torch_cuda.kernels.linear.weight_only.kernel import SCHEMES, tile_product
 
 TUNING = Path(__file__).with_name("tuning.json")
@@ -50,19 +51,19 @@ def shrink(x, a, ranks, rank, sorted_rows, tile, splits, chip):
     order, tile_slots, ends = sorted_rows
     constants = shrink_settings(a.dtype, rank, inputs, tile, chip)
     parts = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
-    shrink_kernel[(tile_slots.numel(), columns // constants["CHANNELS"], splits)](
-        x,
-        a,
-        ranks,
-        parts,
-        order,
-        tile_slots,
-        ends,
-        rows,
-        slots,
-        inputs,
-        row_stride(x),
-        split_size(inputs, splits),
+    _SHRINK_KERNEL[(tile_slots.numel(), columns // constants["CHANNELS"], splits)](
+        x=x,
+        a=a,
+        ranks=ranks,
+        parts=parts,
+        order=order,
+        tile_slots=tile_slots,
+        ends=ends,
+        rows=rows,
+        slots=slots,
+        inputs=inputs,
+        x_stride=row_stride(x),
+        split_inputs=split_size(inputs, splits),
         RANK=rank,
         COLUMNS=columns,
         **constants,
@@ -75,20 +76,20 @@ def expand(parts, b, ranks, sections, sorted_rows, tile, out, chip):
     splits, rows, columns = parts.shape
     slots, outputs, rank = b.shape
     order, tile_slots, ends = sorted_rows
-    expand_kernel[(tile_slots.numel(), len(sections))](
-        parts,
-        b,
-        ranks,
-        sections,
-        out,
-        order,
-        tile_slots,
-        ends,
-        rows,
-        slots,
-        splits,
-        outputs,
-        row_stride(out),
+    _EXPAND_KERNEL[(tile_slots.numel(), len(sections))](
+        parts=parts,
+        b=b,
+        ranks=ranks,
+        sections=sections,
+        out=out,
+        order=order,
+        tile_slots=tile_slots,
+        ends=ends,
+        rows=rows,
+        slots=slots,
+        splits=splits,
+        outputs=outputs,
+        out_stride=row_stride(out),
         RANK=rank,
         COLUMNS=columns,
         **expand_settings(b.dtype, rank, tile, chip),
@@ -177,6 +178,9 @@ def shrink_kernel(
     tl.store(parts + at, acc, mask=real[None, :])
 
 
+_SHRINK_KERNEL: Final = BoundKernel(shrink_kernel)
+
+
 @triton.jit(do_not_specialize=["rows", "splits"])
 def expand_kernel(
     parts,
@@ -234,48 +238,4 @@ def expand_kernel(
     tl.store(at, (base + acc).to(out.dtype.element_ty), mask=mask)
 
 
-# Specialisations compiled ahead of time.
-
-_TRITON: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_INPUTS: Final = 4096
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by kernel, type, tile and rank; `ragged`: inputs that fill no block; `head`: float32 out."""
-    specs = {}
-    for tile in TILES:
-        for dtype, rank in (("bf16", 16), ("bf16", 64), ("bf16", 256), ("fp16", 16), ("fp32", 16), ("fp32", 64)):
-            specs[f"shrink-{dtype}-{tile}-{rank}"] = _shrink(chip, dtype, tile, rank)
-            specs[f"expand-{dtype}-{tile}-{rank}"] = _expand(chip, dtype, tile, rank, dtype)
-        specs[f"shrink-bf16-{tile}-ragged"] = _shrink(chip, "bf16", tile, 16, inputs=720)
-        specs[f"expand-bf16-{tile}-head"] = _expand(chip, "bf16", tile, 16, "fp32")
-    return specs
-
-
-def _shrink(chip: Chip, dtype: str, tile: int, rank: int, inputs: int = _INPUTS) -> Launch:
-    constants = shrink_settings(_TRITON[dtype], rank, inputs, tile, chip)
-    signature = {"x": f"*{dtype}", "a": f"*{dtype}", "parts": "*fp32"}
-    return _launch(shrink_kernel, signature, ("inputs", "x_stride"), ("split_inputs",), constants, rank, dtype)
-
-
-def _expand(chip: Chip, dtype: str, tile: int, rank: int, out: str) -> Launch:
-    constants = expand_settings(_TRITON[dtype], rank, tile, chip)
-    signature = {"parts": "*fp32", "b": f"*{dtype}", "sections": "*i32", "out": f"*{out}"}
-    return _launch(expand_kernel, signature, ("outputs", "out_stride"), ("splits",), constants, rank, dtype)
-
-
-def _launch(
-    kernel: Any,
-    signature: dict[str, str],
-    aligned: tuple[str, ...],
-    numbers: tuple[str, ...],
-    constants: dict[str, Any],
-    rank: int,
-    dtype: str,
-) -> Launch:
-    warps = constants.pop("num_warps")
-    stages = constants.pop("num_stages")
-    signature |= dict.fromkeys(("ranks", "order", "tile_slots", "ends"), "*i32")
-    signature |= dict.fromkeys(("rows", "slots", *numbers), "i32") | dict.fromkeys(aligned, "i32:16")
-    constants |= {"RANK": rank, "COLUMNS": 3 * rank}
-    return Launch(kernel, signature, constants, warps, stages, hot=dtype != "fp32")
+_EXPAND_KERNEL: Final = BoundKernel(expand_kernel)

@@ -10,9 +10,9 @@ import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 from pagoda.backends.torch_cuda.kernels.frame.fp8_convert import encode, native
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, row_stride, row_warps
+from pagoda.backends.torch_cuda.kernels.frame.launch import row_stride, row_warps
 
-_BLOCK = 1024
+MAX_BLOCK = 1024
 """Inputs per program where groups of them share a scale."""
 
 
@@ -21,15 +21,15 @@ def quantize(x, int8, group, scale, chip):
     rows, width = x.shape
     whole = triton.next_power_of_2(width)
     size = group or whole
-    block = whole if group is None else max(min(_BLOCK, whole), size)
+    block = whole if group is None else max(min(MAX_BLOCK, whole), size)
     out = torch.empty(rows, width, dtype=torch.int8 if int8 else torch.uint8, device=x.device)
     scales = x.new_empty((rows, triton.cdiv(width, size)), dtype=torch.float32) if scale is None else scale
     _QUANTIZE_ROWS_KERNEL[(rows, triton.cdiv(width, block))](
-        x,
-        out,
-        scales,
-        row_stride(x),
-        width,
+        x=x,
+        out=out,
+        scales=scales,
+        x_stride=row_stride(x),
+        width=width,
         GROUP=size,
         BLOCK=block,
         INT8=int8,
@@ -79,24 +79,3 @@ def quantize_rows_kernel(
 
 
 _QUANTIZE_ROWS_KERNEL: Final = BoundKernel(quantize_rows_kernel)
-
-
-# Specialisations compiled ahead of time: rows of usual and of large models, groups of 128, static scales.
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by numbers, and by width or group."""
-    specs = {}
-    for name in ("int8", "float8"):
-        for width in (4096, 14336):
-            specs[f"{name}-{width}"] = _quantize(name, triton.next_power_of_2(width), None, chip)
-        specs[f"{name}-groups"] = _quantize(name, _BLOCK, 128, chip)
-        specs[f"{name}-static"] = _quantize(name, 4096, None, chip, static=True)
-    return specs
-
-
-def _quantize(numbers: str, block: int, group: int | None, chip: Chip, *, static: bool = False) -> Launch:
-    signature = {"x": "*bf16", "out": "*i8" if numbers == "int8" else "*u8", "scales": "*fp32"}
-    signature |= {"x_stride": "i32:16", "width": "i32:16"}
-    constants = {"GROUP": group or block, "BLOCK": block, "INT8": numbers == "int8", "STATIC": static}
-    return Launch(quantize_rows_kernel, signature, constants | {"NATIVE": chip.float8}, num_warps=row_warps(block))

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.frame import launch
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
 
 TUNING = Path(__file__).with_name("tuning.json")
 TILES = (64, 128)
@@ -50,16 +50,16 @@ def linear(rounded, packed, bias, dtype, chip):
     row_tiles = triton.cdiv(rows, constants["TOKENS"])
     channel_tiles = triton.cdiv(outputs, constants["CHANNELS"])
     _SCALED_KERNEL[(row_tiles * channel_tiles,)](
-        x,
-        rounded.scales,
-        packed.numbers,
-        packed.scale,
-        packed.scale if bias is None else bias,
-        out,
-        rows,
-        inputs,
-        outputs,
-        rounded.scales.stride(0),
+        x=x,
+        x_scales=rounded.scales,
+        weights=packed.numbers,
+        scales=packed.scale,
+        bias=packed.scale if bias is None else bias,
+        out=out,
+        rows=rows,
+        inputs=inputs,
+        outputs=outputs,
+        x_scale_stride=rounded.scales.stride(0),
         X_GROUPS=packed.group > 0 and rounded.scales.shape[1] == triton.cdiv(inputs, packed.group),
         BIAS=bias is not None,
         **constants,
@@ -155,36 +155,3 @@ def scaled_kernel(
 
 
 _SCALED_KERNEL: Final = BoundKernel(scaled_kernel)
-
-
-# Specialisations compiled ahead of time: chips without float8 have the int8 product alone.
-
-_INPUTS: Final = 14336
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by numbers, form and tile; `ragged`: inputs that fill no block, a bias."""
-    specs = {}
-    for tile in TILES:
-        specs[f"int8-{tile}"] = _launch("int8", 0, tile, chip)
-        if chip.float8:
-            specs[f"fp8-{tile}"] = _launch("fp8", 0, tile, chip)
-            specs[f"fp8-blocks-{tile}"] = _launch("fp8", 128, tile, chip)
-    specs["int8-ragged"] = _launch("int8", 0, TILES[-1], chip, inputs=4112)
-    if chip.float8:
-        specs["fp8-ragged"] = _launch("fp8", 0, TILES[-1], chip, inputs=4112)
-        specs["fp8-small-groups"] = _launch("fp8", 32, TILES[-1], chip)
-        specs["fp8-blocks-ragged"] = _launch("fp8", 128, TILES[-1], chip, inputs=4112)
-    return specs
-
-
-def _launch(scheme: str, group: int, tile: int, chip: Chip, *, inputs: int = _INPUTS) -> Launch:
-    constants = tile_settings(scheme, group, group or 1, inputs, 2 * tile, chip)
-    warps = constants.pop("num_warps")
-    stages = constants.pop("num_stages")
-    numbers = "*u8" if scheme == "fp8" else "*i8"
-    signature = {"x": numbers, "x_scales": "*fp32", "weights": numbers, "scales": "*fp32", "bias": "*bf16"}
-    signature |= {"out": "*bf16", "rows": "i32", "x_scale_stride": "i32"}
-    signature |= dict.fromkeys(("inputs", "outputs"), "i32:16")
-    constants |= {"X_GROUPS": group > 0, "BIAS": inputs != _INPUTS}
-    return Launch(scaled_kernel, signature, constants, warps, stages, wgmma=True)

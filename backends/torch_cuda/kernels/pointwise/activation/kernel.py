@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Final, get_args
+from typing import Final
 
 import torch
 import triton
@@ -11,8 +11,7 @@ import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.frame import fp8_convert as float8
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, divided, power_of_two, row_stride, row_warps
-from pagoda.common.models.spec import Activation, ClampedGlu
+from pagoda.backends.torch_cuda.kernels.frame.launch import divided, power_of_two, row_stride, row_warps
 
 BLOCK = 1024
 WHOLE_BLOCK = 16384
@@ -154,7 +153,7 @@ def limits(clamped=None, limit=None):
 def _launch_of(width, name, gated, clamped, limit):
     """Return the columns of results, programs per row, and the launch with these constants."""
     constants = {"NAME": name, "GATED": gated, **limits(clamped, limit), "BLOCK": BLOCK, "num_warps": 4}
-    return width, divided(width, BLOCK), _ACTIVATION_KERNEL.fixed(width, **constants)
+    return width, divided(width, BLOCK), _ACTIVATION_KERNEL.fixed(width=width, **constants)
 
 
 def _elementwise(x, launch_of):
@@ -162,7 +161,7 @@ def _elementwise(x, launch_of):
     rows = x.shape[0]
     out = x.new_empty((rows, width))
     if rows:
-        launch((rows, blocks), x, out, row_stride(x))
+        launch((rows, blocks), x_ptr=x, out_ptr=out, stride=row_stride(x))
     return out
 
 
@@ -173,51 +172,14 @@ def gated_quantised(both, name, chip):
     native = float8.native(chip, both)
     if len(both):
         _QUANTISED_KERNEL[(len(both),)](
-            both,
-            bits,
-            scale,
-            row_stride(both),
-            width,
+            x_ptr=both,
+            bits_ptr=bits,
+            scale_ptr=scale,
+            stride=row_stride(both),
+            width=width,
             NAME=name,
             NATIVE=native,
             **constants,
             num_warps=row_warps(constants["BLOCK"]),
         )
     return bits.view(torch.float8_e4m3fn), scale
-
-
-# Specialisations compiled ahead of time: every activation.
-
-_NAMES: Final = get_args(Activation)
-_WIDTHS: Final = (4096, 16384, 32768)
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name and type; quantised ones also by row width."""
-    numbers = {"stride": "i32:16", "width": "i32:16"}
-    elementwise = {
-        f"{name}-{dtype}-{'gated' if gated else 'plain'}": Launch(
-            activation_kernel,
-            {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", **numbers},
-            {"NAME": name, "GATED": gated, **limits(), "BLOCK": BLOCK},
-        )
-        for name in _NAMES
-        for dtype in ("bf16", "fp16")
-        for gated in (False, True)
-    }
-    elementwise["clamped-bf16"] = Launch(
-        activation_kernel,
-        {"x_ptr": "*bf16", "out_ptr": "*bf16", **numbers},
-        {"NAME": "silu", "GATED": True, **limits(ClampedGlu(7.0, 1.702)), "BLOCK": BLOCK},
-    )
-    quantised = {
-        f"{name}-bf16-float8-{width}": Launch(
-            quantised_kernel,
-            {"x_ptr": "*bf16", "bits_ptr": "*u8", "scale_ptr": "*fp32", **numbers},
-            {"NAME": name, "NATIVE": chip.float8, **quantised_constants(width)},
-            num_warps=row_warps(quantised_constants(width)["BLOCK"]),
-        )
-        for name in _NAMES
-        for width in _WIDTHS
-    }
-    return {**elementwise, **quantised}

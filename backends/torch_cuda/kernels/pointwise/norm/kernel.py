@@ -10,7 +10,7 @@ import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.frame import fp8_convert as float8
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, power_of_two, row_stride, row_warps
+from pagoda.backends.torch_cuda.kernels.frame.launch import power_of_two, row_stride, row_warps
 
 
 @triton.jit
@@ -78,10 +78,10 @@ class NormLaunch:
         block = power_of_two(weight.shape[0])
         self._without, self._with = (
             _NORM_KERNEL.fixed(
-                weight,
-                weight if bias is None else bias,
-                weight.shape[0],
-                eps,
+                weight_ptr=weight,
+                bias_ptr=weight if bias is None else bias,
+                width=weight.shape[0],
+                eps=eps,
                 BLOCK=block,
                 LAYER=kind == "layer",
                 UNIT_OFFSET=unit_offset,
@@ -101,44 +101,15 @@ class NormLaunch:
         if not rows:
             return total
         scale = normed if scale is None else scale
-        stride = row_stride(x)
-        if residual is None:
-            self._without((rows,), x, x, normed, scale, total, stride, 0)
-        else:
-            self._with((rows,), x, residual, normed, scale, total, stride, row_stride(residual))
-        return total
-
-
-# Specialisations compiled ahead of time: every kind of norm, for common row widths.
-
-_KINDS: Final = {
-    "rms": {"LAYER": False, "UNIT_OFFSET": False, "BIAS": False},
-    "rms_unit_offset": {"LAYER": False, "UNIT_OFFSET": True, "BIAS": False},
-    "layer": {"LAYER": True, "UNIT_OFFSET": False, "BIAS": True},
-    "layer_plain": {"LAYER": True, "UNIT_OFFSET": False, "BIAS": False},
-}
-_WIDTHS: Final = {1024: _KINDS, 4096: _KINDS, 16384: {"rms": _KINDS["rms"]}}
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by kind, type, row width, residual and quantisation."""
-    return {
-        f"{name}-{dtype}-{width}{'-residual' * residual}{'-float8' * quantised}": Launch(
-            norm_kernel,
-            {
-                **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "total_ptr"), f"*{dtype}"),
-                "normed_ptr": "*u8" if quantised else f"*{dtype}",
-                "scale_ptr": "*fp32" if quantised else f"*{dtype}",
-                **dict.fromkeys(("x_stride", "residual_stride", "width"), "i32:16"),
-                "eps": "fp32",
-            },
-            {**kind, "BLOCK": width, "RESIDUAL": residual, "QUANTISED": quantised, "NATIVE": quantised and chip.float8},
-            num_warps=row_warps(width),
+        launch = self._without if residual is None else self._with
+        launch(
+            (rows,),
+            x_ptr=x,
+            residual_ptr=x if residual is None else residual,
+            normed_ptr=normed,
+            scale_ptr=scale,
+            total_ptr=total,
+            x_stride=row_stride(x),
+            residual_stride=0 if residual is None else row_stride(residual),
         )
-        for width, kinds in _WIDTHS.items()
-        for name, kind in kinds.items()
-        for dtype in ("bf16", "fp16")
-        for residual in (False, True)
-        for quantised in (False, True)
-        if dtype == "bf16" or width == 4096
-    }
+        return total

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, row_stride
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame.launch import row_stride
 from pagoda.backends.torch_cuda.kernels.recurrent.chunks import PER_STEP, silu
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
 
@@ -123,6 +122,9 @@ def convolve(
     tl.store(to, mixed.to(out.dtype.element_ty), mask)
 
 
+_CONVOLVE: Final = BoundKernel(convolve)
+
+
 def causal_convolution(
     x: Tensor, step: StateStep, weights: ConvolutionWeights, gates: tuple[Tensor, Tensor] | None
 ) -> Tensor:
@@ -130,23 +132,24 @@ def causal_convolution(
     channels, _, taps = weights.conv.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     factor, gate = (None, None) if gates is None else gates
-    vectors = step.tables, step.query_start, step.kv_lens
     parts = triton.cdiv(channels, CHANNELS)
     kept = {"C": channels, "E": step.states.shape[1], "TAPS": taps, "BLOCK_C": CHANNELS, "CHUNK": CHUNK}
 
     def launch(programs: int, chunks: Tensor | None, tokens: int, warps: int) -> None:
-        convolve[(programs, parts)](
-            x,
-            factor,
-            gate,
-            weights.conv,
-            weights.bias,
-            step.states,
-            *vectors,
-            chunks,
-            out,
-            row_stride(x),
-            step.tables.stride(0),
+        _CONVOLVE[(programs, parts)](
+            x=x,
+            factor=factor,
+            gate=gate,
+            conv=weights.conv,
+            bias=weights.bias,
+            states=step.states,
+            tables=step.tables,
+            query_start=step.query_start,
+            kv_lens=step.kv_lens,
+            chunks=chunks,
+            out=out,
+            x_stride=row_stride(x),
+            table_stride=step.tables.stride(0),
             **kept,
             BLOCK_T=tokens,
             num_warps=warps,
@@ -160,33 +163,3 @@ def causal_convolution(
 
 
 WARPS: Final = 4
-
-
-# Specialisations compiled ahead of time: Nemotron-H's, and LFM2's gated ones.
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    return dict(_launches())
-
-
-def _launches() -> Iterator[tuple[str, Launch]]:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for name, channels, taps, gated in (("silu", 10240, 4, False), ("gated", 2048, 3, True)):
-            for which, tokens, warps in (("prefill", CONVOLVED, WARPS), ("decode", 1, 1)):
-                yield f"{which}-{name}-{TRITON_TYPES[dtype]}", _build(dtype, channels, taps, gated, tokens, warps)
-
-
-def _build(dtype: torch.dtype, channels: int, taps: int, gated: bool, tokens: int, warps: int) -> Launch:
-    absent = (*(("bias",) if gated else ("factor", "gate")), *(("chunks",) if tokens == 1 else ()))
-    kinds: dict[str, str] = {
-        **dict.fromkeys(("x", "factor", "gate", "conv", "bias", "out"), f"*{TRITON_TYPES[dtype]}"),
-        **{"states": "*fp32", "tables": "*i32", "query_start": "*i32", "kv_lens": "*i32", "chunks": "*i32"},
-        **{"x_stride": "i32:16", "table_stride": "i32"},
-    }
-    constants: dict[str, Any] = {
-        **dict.fromkeys(absent),
-        **{"C": channels, "E": channels * taps, "TAPS": taps, "BLOCK_C": CHANNELS, "BLOCK_T": tokens, "CHUNK": CHUNK},
-    }
-    signature = {name: kind for name, kind in kinds.items() if name not in absent}
-    return Launch(convolve, signature, constants, num_warps=warps, num_stages=3)

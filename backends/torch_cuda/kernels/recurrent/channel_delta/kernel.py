@@ -8,7 +8,6 @@ chunk to chunk. States, decays and sums are float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -16,14 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, padded
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, arguments_of, row_stride
+from pagoda.backends.torch_cuda.kernels.attention.shared import padded
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, arguments_of, row_stride
 from pagoda.backends.torch_cuda.kernels.recurrent.chunks import PER_STEP, chunk_rows, softplus
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_delta import kernel as delta
-from pagoda.backends.torch_cuda.kernels.recurrent.gated_delta.kernel import DeltaWeights, convolve
+from pagoda.backends.torch_cuda.kernels.recurrent.gated_delta.kernel import DeltaWeights
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
 from pagoda.common.models.mixers import KimiDelta
-from pagoda.common.models.primitives import Norm
 
 inverse_of = delta.inverse_of
 ELEMENTS: Final = 1024
@@ -224,7 +223,7 @@ def scan(
     tl.store(place, state, kept)
 
 
-def _constants(kernel: Any, spec: KimiDelta, **others: Any) -> dict[str, Any]:
+def constants_of(kernel: Any, spec: KimiDelta, **others: Any) -> dict[str, Any]:
     """Return those of the constants that a kernel has, by name."""
     (cache,) = spec.caches()
     every = {
@@ -249,6 +248,14 @@ def _constants(kernel: Any, spec: KimiDelta, **others: Any) -> dict[str, Any]:
     return arguments_of(kernel, every)
 
 
+_LOG_DECAYS: Final = BoundKernel(log_decays)
+_STEP: Final = BoundKernel(step)
+_PRODUCTS: Final = BoundKernel(products)
+_INVERT: Final = BoundKernel(invert)
+_PREPARE: Final = BoundKernel(prepare)
+_SCAN: Final = BoundKernel(scan)
+
+
 def launch(
     qkv: Tensor, beta: Tensor, decay: Tensor, batch: StateStep, spec: KimiDelta, weights: DeltaWeights, chip: Chip
 ) -> Tensor:
@@ -260,82 +267,85 @@ def launch(
     mixed = torch.empty(tokens, 3 * width, **like)
     out = torch.empty(tokens, width, **like)
     decays = torch.empty(tokens, width, dtype=torch.float32, device=qkv.device)
-    log_decays[(tokens, triton.cdiv(width, ELEMENTS))](
-        decay, weights.decay_rate, weights.decay_offset, decays, **_constants(log_decays, spec)
+    _LOG_DECAYS[(tokens, triton.cdiv(width, ELEMENTS))](
+        decay=decay,
+        decay_rate=weights.decay_rate,
+        decay_offset=weights.decay_offset,
+        out=decays,
+        **constants_of(log_decays, spec),
     )
     first = batch.num_decodes
     table_stride = batch.tables.stride(0)
     beta_stride = row_stride(beta)
-    inputs = qkv, weights.conv, batch.states, batch.tables, batch.query_start, batch.kv_lens
-    numbers = row_stride(qkv), table_stride, spec.head_dim**-0.5
+    channels = delta.convolution_arguments(qkv, batch, weights.conv, mixed, spec.head_dim)
     parts = heads * -(-spec.head_dim // VALUES)
     if first:
-        convolve[(first, 3 * heads)](
-            *inputs, None, mixed, *numbers, **_constants(convolve, spec, BLOCK_T=1), num_warps=1
+        delta.CONVOLVE[(first, 3 * heads)](
+            **channels, chunks=None, **constants_of(delta.convolve, spec, BLOCK_T=1), num_warps=1
         )
-        step[(parts, first)](
-            mixed,
-            beta,
-            decays,
-            batch.states,
-            batch.tables,
-            batch.kv_lens,
-            out,
-            beta_stride,
-            table_stride,
-            **_constants(step, spec),
+        _STEP[(parts, first)](
+            qkv=mixed,
+            beta=beta,
+            decays=decays,
+            states=batch.states,
+            tables=batch.tables,
+            kv_lens=batch.kv_lens,
+            out=out,
+            beta_stride=beta_stride,
+            table_stride=table_stride,
+            **constants_of(step, spec),
         )
     if batch.chunks is None:
         return out
-    convolve[(len(batch.chunks) * (CHUNK // delta.CONVOLVED), 3 * heads)](
-        *inputs,
-        batch.chunks,
-        mixed,
-        *numbers,
-        **_constants(convolve, spec, BLOCK_T=delta.CONVOLVED),
+    delta.CONVOLVE[(len(batch.chunks) * (CHUNK // delta.CONVOLVED), 3 * heads)](
+        **channels,
+        chunks=batch.chunks,
+        **constants_of(delta.convolve, spec, BLOCK_T=delta.CONVOLVED),
         num_warps=delta.CONVOLVE_WARPS,
     )
     grid = (len(batch.chunks), heads)
-    spans = (batch.query_start, batch.chunks)
+    spans = {"query_start": batch.query_start, "chunks": batch.chunks}
     systems = torch.empty(tokens, heads, CHUNK, dtype=torch.float32, device=qkv.device)
     scores = torch.empty(tokens, heads, CHUNK, **like)
     of_values = torch.empty(tokens, width, **like)
     of_state = torch.empty(tokens, width, **like)
     for to, queries in ((systems, False), (scores, True)):
-        products[grid](
-            mixed,
-            beta,
-            decays,
-            *spans,
-            to,
-            beta_stride,
-            **_constants(products, spec, QUERIES=queries),
+        _PRODUCTS[grid](
+            qkv=mixed,
+            beta=beta,
+            decays=decays,
+            **spans,
+            out=to,
+            beta_stride=beta_stride,
+            **constants_of(products, spec, QUERIES=queries),
             num_warps=PRODUCT_WARPS,
         )
     precision = "ieee" if qkv.dtype == torch.float32 else "tf32x3"
-    invert[grid](systems, *spans, **_constants(invert, spec, PRECISION=precision), num_warps=delta.SOLVE_WARPS)
-    prepare[grid](
-        mixed,
-        beta,
-        decays,
-        *spans,
-        systems,
-        of_values,
-        of_state,
-        beta_stride,
-        **_constants(prepare, spec),
+    _INVERT[grid](
+        systems=systems, **spans, **constants_of(invert, spec, PRECISION=precision), num_warps=delta.SOLVE_WARPS
+    )
+    _PREPARE[grid](
+        qkv=mixed,
+        beta=beta,
+        decays=decays,
+        **spans,
+        systems=systems,
+        of_values=of_values,
+        of_state=of_state,
+        beta_stride=beta_stride,
+        **constants_of(prepare, spec),
         num_warps=delta.PREPARE_WARPS,
     )
-    scan[(parts, len(batch.kv_lens) - first)](
-        mixed,
-        decays,
-        *batch.prefills,
-        of_values,
-        of_state,
-        scores,
-        out,
-        table_stride,
-        **_constants(scan, spec),
+    _SCAN[(parts, len(batch.kv_lens) - first)](
+        qkv=mixed,
+        decays=decays,
+        **batch.prefill_arguments(),
+        of_values=of_values,
+        of_state=of_state,
+        scores=scores,
+        out=out,
+        table_stride=table_stride,
+        **constants_of(scan, spec),
         num_warps=SCAN_WARPS,
         num_stages=SCAN_STAGES,
     )
@@ -345,41 +355,3 @@ def launch(
 PRODUCT_WARPS: Final = 8
 SCAN_WARPS: Final = 8
 SCAN_STAGES: Final = 1
-
-
-# Specialisations compiled ahead of time: Kimi Linear's heads, and Ling's bounded decays.
-
-_SPEC: Final = KimiDelta(32, 128, 128, 4, Norm(1e-6))
-_BOUND: Final = -5.0
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    return dict(_launches())
-
-
-def _launches() -> Iterator[tuple[str, Launch]]:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        precision = "ieee" if dtype == torch.float32 else "tf32x3"
-        yield f"log_decays-{TRITON_TYPES[dtype]}", _build(log_decays, dtype, 4, 3)
-        yield f"log_decays-bounded-{TRITON_TYPES[dtype]}", _build(log_decays, dtype, 4, 3, BOUND=_BOUND)
-        yield f"step-{TRITON_TYPES[dtype]}", _build(step, dtype, 4, 3)
-        yield f"products-{TRITON_TYPES[dtype]}", _build(products, dtype, PRODUCT_WARPS, 3, out="*fp32", QUERIES=False)
-        yield f"products-of-queries-{TRITON_TYPES[dtype]}", _build(products, dtype, PRODUCT_WARPS, 3, QUERIES=True)
-        yield f"invert-{TRITON_TYPES[dtype]}", _build(invert, dtype, delta.SOLVE_WARPS, 3, PRECISION=precision)
-        yield f"prepare-{TRITON_TYPES[dtype]}", _build(prepare, dtype, delta.PREPARE_WARPS, 3)
-        yield f"scan-{TRITON_TYPES[dtype]}", _build(scan, dtype, SCAN_WARPS, SCAN_STAGES)
-
-
-def _build(kernel: Any, dtype: torch.dtype, warps: int, stages: int, out: str | None = None, **others: Any) -> Launch:
-    kind = f"*{TRITON_TYPES[dtype]}"
-    everything = {
-        **dict.fromkeys(("qkv", "beta", "decay", "scores", "of_values", "of_state"), kind),
-        **dict.fromkeys(("decay_rate", "decay_offset", "decays", "states", "systems"), "*fp32"),
-        **dict.fromkeys(PER_STEP, "*i32"),
-        **{"beta_stride": "i32:16", "table_stride": "i32"},
-        "out": "*fp32" if kernel is log_decays else out or kind,
-    }
-    signature = arguments_of(kernel, everything)
-    constants = _constants(kernel, _SPEC, **others)
-    return Launch(kernel, signature, constants, warps, stages, hot=dtype != torch.float32)

@@ -8,7 +8,6 @@ passes the state from chunk to chunk. States and sums are float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, padded
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, arguments_of, row_stride
+from pagoda.backends.torch_cuda.kernels.attention.shared import padded
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, arguments_of, row_stride
 from pagoda.backends.torch_cuda.kernels.recurrent.causal_convolution.kernel import convolved
 from pagoda.backends.torch_cuda.kernels.recurrent.chunks import PER_STEP, chunk_rows, decay_between, silu, softplus
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
 from pagoda.common.models.mixers import GatedDelta
-from pagoda.common.models.primitives import Norm
 
 SOLVED: Final = 16
 """Rows of the diagonal blocks that are inverted row by row."""
@@ -308,7 +307,7 @@ def scan(
     tl.store(at, state, kept)
 
 
-def _shapes(spec: GatedDelta) -> dict[str, Any]:
+def shape_constants(spec: GatedDelta) -> dict[str, Any]:
     """Return the constants that several kernels have, by name."""
     (cache,) = spec.caches()
     return {
@@ -328,14 +327,40 @@ def _shapes(spec: GatedDelta) -> dict[str, Any]:
     }
 
 
-def _of(kernel: Any, shapes: dict[str, Any], **others: Any) -> dict[str, Any]:
+def constants_of(kernel: Any, shapes: dict[str, Any], **others: Any) -> dict[str, Any]:
     """Return those of the constants that a kernel has."""
     return arguments_of(kernel, shapes | others)
 
 
-def _precision(dtype: torch.dtype) -> str:
+def precision(dtype: torch.dtype) -> str:
     """Return how float32 matrices are multiplied: as exactly as the type of the model needs."""
     return "ieee" if dtype == torch.float32 else "tf32x3"
+
+
+def convolution_arguments(
+    x: Tensor, batch: StateStep, conv: Tensor, out: Tensor, key_dim: int
+) -> dict[str, Tensor | int | float]:
+    """Return the arguments of `convolve`, except for the chunks."""
+    return {
+        "x": x,
+        "conv": conv,
+        "states": batch.states,
+        "tables": batch.tables,
+        "query_start": batch.query_start,
+        "kv_lens": batch.kv_lens,
+        "out": out,
+        "x_stride": row_stride(x),
+        "table_stride": batch.tables.stride(0),
+        "scale": key_dim**-0.5,
+    }
+
+
+CONVOLVE: Final = BoundKernel(convolve)
+_STEP: Final = BoundKernel(step)
+_SOLVE: Final = BoundKernel(solve)
+_PREPARE: Final = BoundKernel(prepare)
+_SCORE: Final = BoundKernel(score)
+_SCAN: Final = BoundKernel(scan)
 
 
 def launch(
@@ -347,72 +372,84 @@ def launch(
     chip: Chip,
 ) -> Tensor:
     """Return the heads [T, N*V]; replace the states."""
-    states = batch.states
     tables = batch.tables
     query_start = batch.query_start
-    kv_lens = batch.kv_lens
     chunks = batch.chunks
     num_decodes = batch.num_decodes
     tokens = len(qkv)
     heads = spec.value_heads
     dim = spec.value_dim
-    shapes = _shapes(spec)
+    shapes = shape_constants(spec)
     parts = 2 * spec.key_heads + spec.value_heads
     mixed = torch.empty(tokens, spec.channels, dtype=qkv.dtype, device=qkv.device)
     out = torch.empty(tokens, heads * dim, dtype=qkv.dtype, device=qkv.device)
-    small = scalars, weights.decay_rate, weights.decay_offset
-    inputs = qkv, weights.conv, states, tables, query_start, kv_lens
-    numbers = row_stride(qkv), tables.stride(0), spec.key_dim**-0.5
+    gates = {"scalars": scalars, "decay_rate": weights.decay_rate, "decay_offset": weights.decay_offset}
+    channels = convolution_arguments(qkv, batch, weights.conv, mixed, spec.key_dim)
     if num_decodes:
-        convolve[(num_decodes, parts)](*inputs, None, mixed, *numbers, **_of(convolve, shapes, BLOCK_T=1), num_warps=1)
-        step[(heads * -(-dim // STEP_VALUES), num_decodes)](
-            mixed, *small, states, tables, kv_lens, out, tables.stride(0), **_of(step, shapes, BLOCK_V=STEP_VALUES)
+        CONVOLVE[(num_decodes, parts)](
+            **channels, chunks=None, **constants_of(convolve, shapes, BLOCK_T=1), num_warps=1
+        )
+        _STEP[(heads * -(-dim // STEP_VALUES), num_decodes)](
+            qkv=mixed,
+            **gates,
+            states=batch.states,
+            tables=tables,
+            kv_lens=batch.kv_lens,
+            out=out,
+            table_stride=tables.stride(0),
+            **constants_of(step, shapes, BLOCK_V=STEP_VALUES),
         )
     if chunks is None:
         return out
-    convolve[(len(chunks) * (CHUNK // CONVOLVED), parts)](
-        *inputs, chunks, mixed, *numbers, **_of(convolve, shapes, BLOCK_T=CONVOLVED), num_warps=CONVOLVE_WARPS
+    CONVOLVE[(len(chunks) * (CHUNK // CONVOLVED), parts)](
+        **channels, chunks=chunks, **constants_of(convolve, shapes, BLOCK_T=CONVOLVED), num_warps=CONVOLVE_WARPS
     )
     kept = {"dtype": qkv.dtype, "device": qkv.device}
     of_values = torch.empty(tokens, heads, dim, **kept)
     of_state = torch.empty(tokens, heads, spec.key_dim, **kept)
     scores = torch.empty(tokens, heads, CHUNK, **kept)
     inverses = torch.empty(tokens, heads, CHUNK, dtype=torch.float32, device=qkv.device)
-    solve[(len(chunks), heads)](
-        mixed,
-        *small,
-        query_start,
-        chunks,
-        inverses,
-        **_of(solve, shapes, PRECISION=_precision(qkv.dtype)),
+    _SOLVE[(len(chunks), heads)](
+        qkv=mixed,
+        **gates,
+        query_start=query_start,
+        chunks=chunks,
+        inverses=inverses,
+        **constants_of(solve, shapes, PRECISION=precision(qkv.dtype)),
         num_warps=SOLVE_WARPS,
     )
-    prepare[(len(chunks), heads)](
-        mixed,
-        *small,
-        query_start,
-        chunks,
-        inverses,
-        of_values,
-        of_state,
-        **_of(prepare, shapes),
+    _PREPARE[(len(chunks), heads)](
+        qkv=mixed,
+        **gates,
+        query_start=query_start,
+        chunks=chunks,
+        inverses=inverses,
+        of_values=of_values,
+        of_state=of_state,
+        **constants_of(prepare, shapes),
         num_warps=PREPARE_WARPS,
     )
-    score[(len(chunks), heads)](
-        mixed, *small, query_start, chunks, scores, **_of(score, shapes), num_warps=PREPARE_WARPS
+    _SCORE[(len(chunks), heads)](
+        qkv=mixed,
+        **gates,
+        query_start=query_start,
+        chunks=chunks,
+        scores=scores,
+        **constants_of(score, shapes),
+        num_warps=PREPARE_WARPS,
     )
-    later = len(kv_lens) - num_decodes
-    scan[(heads * -(-dim // SCAN_VALUES), later)](
-        mixed,
-        *small,
-        *batch.prefills,
-        of_values,
-        of_state,
-        scores,
-        out,
-        tables.stride(0),
-        **_of(scan, shapes, BLOCK_V=SCAN_VALUES),
-        num_warps=_scan_warps(chip),
+    later = len(batch.kv_lens) - num_decodes
+    _SCAN[(heads * -(-dim // SCAN_VALUES), later)](
+        qkv=mixed,
+        **gates,
+        **batch.prefill_arguments(),
+        of_values=of_values,
+        of_state=of_state,
+        scores=scores,
+        out=out,
+        table_stride=tables.stride(0),
+        **constants_of(scan, shapes, BLOCK_V=SCAN_VALUES),
+        num_warps=scan_warps(chip),
         num_stages=SCAN_STAGES,
     )
     return out
@@ -424,52 +461,6 @@ PREPARE_WARPS: Final = 8
 SCAN_STAGES: Final = 2
 
 
-def _scan_warps(chip: Chip) -> int:
+def scan_warps(chip: Chip) -> int:
     """Return the warps of `scan` with which no register spills."""
     return 4 if chip.capability >= (10, 0) else 8
-
-
-# Specialisations compiled ahead of time: 16 key and 32 value heads of 128, whole and an eighth of them; and heads of
-# other widths with a scaled beta.
-
-_SPECS: Final = {
-    "k16-v32": GatedDelta(16, 32, 128, 128, 4, Norm(1e-6)),
-    "k2-v4": GatedDelta(2, 4, 128, 128, 4, Norm(1e-6)),
-    "k2-v2-scaled-beta": GatedDelta(2, 2, 96, 192, 4, Norm(1e-6), beta_scale=2.0),
-}
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    return dict(_launches(chip))
-
-
-def _launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
-    for name, spec in _SPECS.items():
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            if dtype == torch.bfloat16 or name == "k2-v4":
-                for kernel, each in _of_model(spec, dtype, chip):
-                    yield f"{kernel}-{name}-{TRITON_TYPES[dtype]}", each
-
-
-def _of_model(spec: GatedDelta, dtype: torch.dtype, chip: Chip) -> Iterator[tuple[str, Launch]]:
-    kind = f"*{TRITON_TYPES[dtype]}"
-    shapes = _shapes(spec)
-    hot = dtype != torch.float32
-    small = dict.fromkeys(("scalars", "decay_rate", "decay_offset"), kind)
-    per_step = {**dict.fromkeys(("tables", "query_start", "kv_lens", "chunks"), "*i32"), "table_stride": "i32"}
-    of = {**dict.fromkeys(("of_values", "of_state", "scores", "out", "qkv", "x", "conv"), kind), "states": "*fp32"}
-    everything = {**small, **per_step, **of, "inverses": "*fp32", "x_stride": "i32:16", "scale": "fp32"}
-
-    def build(kernel: Any, warps: int = 4, stages: int = 2, absent: tuple[str, ...] = (), **others: Any) -> Launch:
-        signature = {arg: everything[arg] for arg in kernel.arg_names if arg in everything and arg not in absent}
-        constants = {**dict.fromkeys(absent), **_of(kernel, shapes, **others)}
-        return Launch(kernel, signature, constants, num_warps=warps, num_stages=stages, hot=hot)
-
-    yield "convolve", build(convolve, CONVOLVE_WARPS, BLOCK_T=CONVOLVED)
-    yield "convolve-one", build(convolve, 1, absent=("chunks",), BLOCK_T=1)
-    yield "step", build(step, stages=3, BLOCK_V=STEP_VALUES)
-    yield "solve", build(solve, SOLVE_WARPS, 3, PRECISION=_precision(dtype))
-    yield "prepare", build(prepare, PREPARE_WARPS, 3)
-    yield "score", build(score, PREPARE_WARPS, 3)
-    yield "scan", build(scan, _scan_warps(chip), SCAN_STAGES, BLOCK_V=SCAN_VALUES)

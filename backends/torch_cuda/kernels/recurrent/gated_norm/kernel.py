@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -11,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, row_stride
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame.launch import row_stride
 
 ELEMENTS: Final = 1024
 """Channels of a program, in whole groups."""
@@ -66,28 +65,31 @@ def gated_norm_kernel(
     tl.store(out + row[:, None] * V + channel[None, :], wide.to(KIND), mask)
 
 
+_GATED_NORM_KERNEL: Final = BoundKernel(gated_norm_kernel)
+
+
 def gated_norm(x: Tensor, gate: Tensor, spec: GatedNorm, mean_square: Tensor | None) -> Tensor:
     """Return [T, W]."""
     out = torch.empty_like(x)
     rows = len(x) * spec.groups
-    constants = _constants(spec, x.shape[1])
+    constants = constants_of(spec, x.shape[1])
     if rows:
-        gated_norm_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
-            x,
-            gate,
-            spec.weight,
-            mean_square,
-            out,
-            rows,
-            row_stride(gate),
-            spec.eps,
+        _GATED_NORM_KERNEL[(triton.cdiv(rows, constants["ROWS"]),)](
+            x=x,
+            gate=gate,
+            weight=spec.weight,
+            mean_square=mean_square,
+            out=out,
+            rows=rows,
+            gate_stride=row_stride(gate),
+            eps=spec.eps,
             **constants,
-            num_warps=_warps(constants),
+            num_warps=warps_of(constants),
         )
     return out
 
 
-def _constants(spec: GatedNorm, channels: int) -> dict[str, Any]:
+def constants_of(spec: GatedNorm, channels: int) -> dict[str, Any]:
     width = channels // spec.groups
     padded = triton.next_power_of_2(width)
     return {
@@ -102,41 +104,6 @@ def _constants(spec: GatedNorm, channels: int) -> dict[str, Any]:
     }
 
 
-def _warps(constants: dict[str, Any]) -> int:
+def warps_of(constants: dict[str, Any]) -> int:
     """Return the warps of a program: 8 channels per thread, up to 16 warps."""
     return min(max(constants["ROWS"] * constants["V_WIDTH"] // 256, 4), 16)
-
-
-# Specialisations compiled ahead of time: of heads of 128, of groups of 1,024, of all 8,192 channels and a part of them.
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    return dict(_launches())
-
-
-def _launches() -> Iterator[tuple[str, Launch]]:
-    def weight(size: int) -> Tensor:
-        return torch.empty(size, device="meta")
-
-    specs = {
-        "heads": (GatedNorm(weight(128), 32), 4096),
-        "sigmoid": (GatedNorm(weight(128), 32, activation="sigmoid"), 4096),
-        "groups": (GatedNorm(weight(8192), 8, gate_first=True), 8192),
-        "whole": (GatedNorm(weight(8192), 1, activation="sigmoid"), 8192),
-        "part": (GatedNorm(weight(1024), 1, gate_first=True), 1024),
-        "plain": (GatedNorm(None, 1), 3072),
-    }
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        kind = f"*{TRITON_TYPES[dtype]}"
-        for name, (spec, channels) in specs.items():
-            signature = {
-                **dict.fromkeys(("x", "gate", "out"), kind),
-                **({} if spec.weight is None else {"weight": kind}),
-                **({"mean_square": "*fp32"} if name == "part" else {}),
-                **{"rows": "i32", "gate_stride": "i32:16", "eps": "fp32"},
-            }
-            absent = dict.fromkeys(name for name in ("weight", "mean_square") if name not in signature)
-            constants = absent | _constants(spec, channels)
-            launch = Launch(gated_norm_kernel, signature, constants, _warps(constants), num_stages=3)
-            yield f"{name}-{TRITON_TYPES[dtype]}", launch

@@ -8,7 +8,6 @@ are float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES, padded
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, arguments_of, row_stride
+from pagoda.backends.torch_cuda.kernels.attention.shared import padded
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, arguments_of, row_stride
 from pagoda.backends.torch_cuda.kernels.recurrent.chunks import PER_STEP, chunk_rows, decay_between, softplus
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
 
@@ -183,7 +183,7 @@ def scan(
     tl.store(at, state, kept)
 
 
-def _constants(kernel: Any, shape: ScanShape, **others: Any) -> dict[str, Any]:
+def constants_of(kernel: Any, shape: ScanShape, **others: Any) -> dict[str, Any]:
     """Return those of the constants that a kernel has, by name."""
     every = {
         "HEADS": shape.heads,
@@ -202,6 +202,11 @@ def _constants(kernel: Any, shape: ScanShape, **others: Any) -> dict[str, Any]:
     return arguments_of(kernel, every)
 
 
+_STEP: Final = BoundKernel(step)
+_SCORE: Final = BoundKernel(score)
+_SCAN: Final = BoundKernel(scan)
+
+
 def launch(
     qkv: Tensor, scalars: Tensor | None, batch: StateStep, shape: ScanShape, weights: DecayWeights, chip: Chip
 ) -> Tensor:
@@ -210,56 +215,58 @@ def launch(
     heads = shape.heads
     dim = shape.value_dim
     out = torch.empty(tokens, heads * dim, dtype=qkv.dtype, device=qkv.device)
-    of_tokens = qkv, scalars, weights.rate, weights.offset
-    limit = weights.limit
+    low, high = weights.limit
     table_stride = batch.tables.stride(0)
-    strides = row_stride(qkv), heads if scalars is None else row_stride(scalars)
+    every = {
+        "qkv": qkv,
+        "scalars": scalars,
+        "rate": weights.rate,
+        "offset": weights.offset,
+        "low": low,
+        "high": high,
+        "qkv_stride": row_stride(qkv),
+        "scalar_stride": heads if scalars is None else row_stride(scalars),
+    }
     decodes = batch.num_decodes
     if decodes:
-        step[(heads * -(-dim // STEP_VALUES), decodes)](
-            *of_tokens,
-            weights.skip,
-            batch.states,
-            batch.tables,
-            batch.kv_lens,
-            out,
-            *limit,
-            *strides,
-            table_stride,
-            **_constants(step, shape, BLOCK_V=STEP_VALUES),
+        _STEP[(heads * -(-dim // STEP_VALUES), decodes)](
+            **every,
+            skip=weights.skip,
+            states=batch.states,
+            tables=batch.tables,
+            kv_lens=batch.kv_lens,
+            out=out,
+            table_stride=table_stride,
+            **constants_of(step, shape, BLOCK_V=STEP_VALUES),
             num_warps=STEP_WARPS,
         )
     if batch.chunks is None:
         return out
     scores = torch.empty(tokens, heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
-    score[(len(batch.chunks), heads)](
-        *of_tokens,
-        batch.query_start,
-        batch.chunks,
-        scores,
-        *limit,
-        *strides,
-        **_constants(score, shape),
+    _SCORE[(len(batch.chunks), heads)](
+        **every,
+        query_start=batch.query_start,
+        chunks=batch.chunks,
+        scores=scores,
+        **constants_of(score, shape),
         num_warps=SCORE_WARPS,
     )
-    values = _scan_values(shape)
-    scan[(heads * -(-dim // values), len(batch.kv_lens) - decodes)](
-        *of_tokens,
-        weights.skip,
-        *batch.prefills,
-        scores,
-        out,
-        *limit,
-        *strides,
-        table_stride,
-        **_constants(scan, shape, BLOCK_V=values),
+    values = scan_values(shape)
+    _SCAN[(heads * -(-dim // values), len(batch.kv_lens) - decodes)](
+        **every,
+        skip=weights.skip,
+        **batch.prefill_arguments(),
+        scores=scores,
+        out=out,
+        table_stride=table_stride,
+        **constants_of(scan, shape, BLOCK_V=values),
         num_warps=SCAN_WARPS,
         num_stages=SCAN_STAGES,
     )
     return out
 
 
-def _scan_values(shape: ScanShape) -> int:
+def scan_values(shape: ScanShape) -> int:
     """Return the value channels of a program of `scan`."""
     return max(min(SCAN_STATE // padded(shape.key_dim), padded(shape.value_dim)), 16)
 
@@ -268,9 +275,6 @@ STEP_WARPS: Final = 4
 SCORE_WARPS: Final = 8
 SCAN_WARPS: Final = 8
 SCAN_STAGES: Final = 2
-
-
-# Specialisations compiled ahead of time: Nemotron-H 8B's, Falcon-H1 34B's with 256 states, MiniMax-01's.
 
 
 def mamba2_shape(heads: int, head_dim: int, groups: int, state_dim: int, taps: int) -> ScanShape:
@@ -295,45 +299,3 @@ def lightning_shape(heads: int, head_dim: int) -> ScanShape:
     """Return the shape of lightning attention: q, k and v."""
     width = heads * head_dim
     return ScanShape(heads, heads, head_dim, head_dim, 3 * width, q_at=0, k_at=width, v_at=2 * width, tail=0)
-
-
-_SHAPES: Final = {
-    "n128-h64-k128": mamba2_shape(128, 64, 8, 128, 4),
-    "n32-h128-k256": mamba2_shape(32, 128, 2, 256, 4),
-    "lightning": lightning_shape(64, 128),
-}
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    return dict(_launches())
-
-
-def _launches() -> Iterator[tuple[str, Launch]]:
-    for name, shape in _SHAPES.items():
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            if dtype == torch.bfloat16 or name == "n128-h64-k128":
-                for kernel, each in _of_model(shape, dtype):
-                    yield f"{kernel}-{name}-{TRITON_TYPES[dtype]}", each
-
-
-def _of_model(shape: ScanShape, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    kind = f"*{TRITON_TYPES[dtype]}"
-    absent = ("scalars", "offset", "skip") if shape.tail == 0 else ()
-    everything = {
-        **dict.fromkeys(("qkv", "scalars", "scores", "out"), kind),
-        **dict.fromkeys(("rate", "offset", "skip", "states"), "*fp32"),
-        **dict.fromkeys(PER_STEP, "*i32"),
-        **dict.fromkeys(("low", "high"), "fp32"),
-        **{"qkv_stride": "i32:16", "scalar_stride": "i32:16", "table_stride": "i32"},
-    }
-
-    def build(kernel: Any, warps: int, stages: int = 3, **others: Any) -> Launch:
-        signature = {arg: everything[arg] for arg in kernel.arg_names if arg in everything and arg not in absent}
-        missing = {arg: None for arg in absent if arg in kernel.arg_names}
-        constants = {**missing, **_constants(kernel, shape, **others)}
-        return Launch(kernel, signature, constants, warps, stages, hot=dtype != torch.float32)
-
-    yield "step", build(step, STEP_WARPS, BLOCK_V=STEP_VALUES)
-    yield "score", build(score, SCORE_WARPS)
-    yield "scan", build(scan, SCAN_WARPS, SCAN_STAGES, BLOCK_V=_scan_values(shape))

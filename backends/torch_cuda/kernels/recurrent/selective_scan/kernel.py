@@ -7,7 +7,6 @@ chunk to chunk, `outputs` goes through all chunks again from the states before t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.attention.shared import TRITON_TYPES
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, arguments_of, row_stride
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame.launch import arguments_of, row_stride
 from pagoda.backends.torch_cuda.kernels.recurrent.chunks import PER_STEP, silu, softplus
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
 
@@ -180,7 +179,7 @@ def outputs(
         _read(state, x, gate, c, skips, out, row, lane, inside, channel, kept, gate_stride, bc_stride, C)
 
 
-def _constants(kernel: Any, channels: int, states: int, elements: int) -> dict[str, Any]:
+def constants_of(kernel: Any, channels: int, states: int, elements: int) -> dict[str, Any]:
     """Return those of the constants that a kernel has, by name."""
     every = {
         "C": channels,
@@ -194,30 +193,38 @@ def _constants(kernel: Any, channels: int, states: int, elements: int) -> dict[s
     return arguments_of(kernel, every)
 
 
+_STEP: Final = BoundKernel(step)
+_CHUNK_STATES: Final = BoundKernel(chunk_states)
+_PASS_STATES: Final = BoundKernel(pass_states)
+_OUTPUTS: Final = BoundKernel(outputs)
+
+
 def launch(v: Tensor, gate: Tensor, chosen: Selection, batch: StateStep, weights: SelectiveWeights) -> Tensor:
     """Return the gated outputs [T, C]; replace the states."""
     channels, states = weights.rate.shape
     out = torch.empty_like(v)
-    shape = channels, states, batch.states.shape[1]
+    elements = batch.states.shape[1]
     parts = triton.cdiv(channels, CHANNELS)
     table_stride = batch.tables.stride(0)
     first = batch.num_decodes
-    sides = v, chosen.size, chosen.b
-    small = weights.rate, weights.offset, weights.skip
-    strides = row_stride(chosen.b), row_stride(gate)
+    written = {
+        "v": v,
+        "size": chosen.size,
+        "b": chosen.b,
+        "rate": weights.rate,
+        "offset": weights.offset,
+        "bc_stride": row_stride(chosen.b),
+    }
+    read = {"c": chosen.c, "gate": gate, "skip": weights.skip, "out": out, "gate_stride": row_stride(gate)}
     if first:
-        step[(first, parts)](
-            *sides,
-            chosen.c,
-            gate,
-            *small,
-            batch.states,
-            batch.tables,
-            batch.kv_lens,
-            out,
-            *strides,
-            table_stride,
-            **_constants(step, *shape),
+        _STEP[(first, parts)](
+            **written,
+            **read,
+            states=batch.states,
+            tables=batch.tables,
+            kv_lens=batch.kv_lens,
+            table_stride=table_stride,
+            **constants_of(step, channels, states, elements),
             num_warps=1,
         )
     if batch.chunks is None:
@@ -226,55 +233,34 @@ def launch(v: Tensor, gate: Tensor, chosen: Selection, batch: StateStep, weights
     like = {"dtype": torch.float32, "device": v.device}
     kept = torch.empty(places, channels, states, **like)
     totals = torch.empty(places, channels, **like)
-    spans = batch.query_start, batch.chunks
-    chunk_states[(len(batch.chunks), parts)](
-        *sides,
-        weights.rate,
-        weights.offset,
-        *spans,
-        kept,
-        totals,
-        strides[0],
-        **_constants(chunk_states, *shape),
+    spans = {"query_start": batch.query_start, "chunks": batch.chunks}
+    _CHUNK_STATES[(len(batch.chunks), parts)](
+        **written,
+        **spans,
+        kept_states=kept,
+        totals=totals,
+        **constants_of(chunk_states, channels, states, elements),
         num_warps=1,
     )
-    pass_states[(len(batch.kv_lens) - first, parts)](
-        weights.rate,
-        batch.states,
-        batch.tables,
-        batch.query_start,
-        batch.kv_lens,
-        kept,
-        totals,
-        table_stride,
-        first,
-        **_constants(pass_states, *shape),
+    _PASS_STATES[(len(batch.kv_lens) - first, parts)](
+        rate=weights.rate,
+        states=batch.states,
+        tables=batch.tables,
+        query_start=batch.query_start,
+        kv_lens=batch.kv_lens,
+        kept_states=kept,
+        totals=totals,
+        table_stride=table_stride,
+        first_sequence=first,
+        **constants_of(pass_states, channels, states, elements),
         num_warps=1,
     )
-    outputs[(len(batch.chunks), parts)](
-        *sides, chosen.c, gate, *small, *spans, kept, out, *strides, **_constants(outputs, *shape), num_warps=1
+    _OUTPUTS[(len(batch.chunks), parts)](
+        **written,
+        **read,
+        **spans,
+        kept_states=kept,
+        **constants_of(outputs, channels, states, elements),
+        num_warps=1,
     )
     return out
-
-
-# Specialisations compiled ahead of time: Falcon-Mamba 7B's.
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    return dict(_launches())
-
-
-def _launches() -> Iterator[tuple[str, Launch]]:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        everything = {
-            **dict.fromkeys(("v", "size", "b", "c", "gate", "out"), f"*{TRITON_TYPES[dtype]}"),
-            **dict.fromkeys(("rate", "offset", "skip", "states", "kept_states", "totals"), "*fp32"),
-            **dict.fromkeys(PER_STEP, "*i32"),
-            **dict.fromkeys(("bc_stride", "gate_stride"), "i32:16"),
-            **dict.fromkeys(("table_stride", "first_sequence"), "i32"),
-        }
-        for kernel in (step, chunk_states, pass_states, outputs):
-            signature = arguments_of(kernel, everything)
-            constants = _constants(kernel, 8192, 16, 8192 * 19)
-            yield f"{kernel.__name__}-{TRITON_TYPES[dtype]}", Launch(kernel, signature, constants, 1, 3)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch
-from pagoda.common.engine.sampling.logit_edits import MAX_WORD_HEADS
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 
 BLOCK = 1024
 WARPS = 4
@@ -21,18 +22,27 @@ def penalise(logits, history, packed):
     vocab = logits.shape[1]
     count = packed.shape[1]
     counts = torch.zeros((count, vocab), dtype=torch.int32, device=logits.device)
-    count_tokens[(count, triton.cdiv(length, BLOCK))](
-        history, packed, counts, count, LENGTH=length, VOCAB=vocab, BLOCK=BLOCK, num_warps=WARPS
+    _COUNT_TOKENS[(count, triton.cdiv(length, BLOCK))](
+        history=history,
+        packed=packed,
+        counts=counts,
+        count=count,
+        LENGTH=length,
+        VOCAB=vocab,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
     )
-    apply_penalties[(count, triton.cdiv(vocab, BLOCK))](
-        logits, packed, counts, count, VOCAB=vocab, BLOCK=BLOCK, num_warps=WARPS
+    _APPLY_PENALTIES[(count, triton.cdiv(vocab, BLOCK))](
+        logits=logits, packed=packed, counts=counts, count=count, VOCAB=vocab, BLOCK=BLOCK, num_warps=WARPS
     )
 
 
 def add(logits, packed):
     rows, vocab = logits.shape
     count = packed.shape[1]
-    add_values[(triton.cdiv(count, BLOCK),)](logits, packed, rows, count, VOCAB=vocab, BLOCK=BLOCK, num_warps=WARPS)
+    _ADD_VALUES[(triton.cdiv(count, BLOCK),)](
+        logits=logits, packed=packed, rows=rows, count=count, VOCAB=vocab, BLOCK=BLOCK, num_warps=WARPS
+    )
 
 
 def ban_words(logits, history, words, heads):
@@ -40,13 +50,13 @@ def ban_words(logits, history, words, heads):
     rows, vocab = logits.shape
     count = words.shape[1]
     tokens = heads.shape[1]
-    ban_word[(count,)](
-        logits,
-        history,
-        words,
-        heads,
-        rows,
-        count,
+    _BAN_WORD[(count,)](
+        logits=logits,
+        history=history,
+        words=words,
+        heads=heads,
+        rows=rows,
+        count=count,
         VOCAB=vocab,
         LENGTH=history.shape[1],
         HEADS=tokens,
@@ -57,8 +67,8 @@ def ban_words(logits, history, words, heads):
 
 def mask(logits, sequences, bits):
     vocab = logits.shape[1]
-    mask_block[(len(sequences), triton.cdiv(vocab, BLOCK))](
-        logits, sequences, bits, VOCAB=vocab, WORDS=bits.shape[1], BLOCK=BLOCK, num_warps=WARPS
+    _MASK_BLOCK[(len(sequences), triton.cdiv(vocab, BLOCK))](
+        logits=logits, sequences=sequences, bits=bits, VOCAB=vocab, WORDS=bits.shape[1], BLOCK=BLOCK, num_warps=WARPS
     )
 
 
@@ -79,6 +89,9 @@ def count_tokens(history, packed, counts, count, LENGTH: tl.constexpr, VOCAB: tl
         tl.atomic_add(mine, tl.full((BLOCK,), 1, tl.int32), mask=here & (position >= prompt))
 
 
+_COUNT_TOKENS: Final = BoundKernel(count_tokens)
+
+
 @triton.jit(do_not_specialize=["count"])
 def apply_penalties(logits, packed, counts, count, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Penalise the seen tokens of a block of a row."""
@@ -97,6 +110,9 @@ def apply_penalties(logits, packed, counts, count, VOCAB: tl.constexpr, BLOCK: t
     tl.store(logits + token, x, mask=here & (seen > 0))
 
 
+_APPLY_PENALTIES: Final = BoundKernel(apply_penalties)
+
+
 @triton.jit(do_not_specialize=["rows", "count"])
 def add_values(logits, packed, rows, count, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -105,6 +121,9 @@ def add_values(logits, packed, rows, count, VOCAB: tl.constexpr, BLOCK: tl.const
     token = tl.load(packed + count + entry, mask=here, other=0)
     value = tl.load(packed + 2 * count + entry, mask=here, other=0).to(tl.float32, bitcast=True)
     tl.atomic_add(logits + row.to(tl.int64) * VOCAB + token, value, mask=here)
+
+
+_ADD_VALUES: Final = BoundKernel(add_values)
 
 
 @triton.jit(do_not_specialize=["rows", "count"])
@@ -134,6 +153,9 @@ def ban_word(
         tl.store(logits + row.to(tl.int64) * VOCAB + last, float("-inf"), mask=wrong == 0)
 
 
+_BAN_WORD: Final = BoundKernel(ban_word)
+
+
 @triton.jit
 def mask_block(logits, sequences, bits, VOCAB: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64)
@@ -144,36 +166,4 @@ def mask_block(logits, sequences, bits, VOCAB: tl.constexpr, WORDS: tl.constexpr
     tl.store(logits + row * VOCAB + token, float("-inf"), mask=forbidden & (token < VOCAB))
 
 
-# Specialisations compiled ahead of time: vocabularies of real models, a history of 128k tokens.
-
-VOCABS = {"v128k": 128_256, "v50k": 50_257}
-LENGTH = 131_073
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    by_name = {}
-    block = {"BLOCK": BLOCK}
-    for name, vocab in VOCABS.items():
-        sizes = {"VOCAB": vocab, **block}
-        counted = {"packed": "*i32", "counts": "*i32", "count": "i32"}
-        by_name[f"count-{name}"] = Launch(
-            count_tokens, {"history": "*i32", **counted}, {"LENGTH": LENGTH, **sizes}, WARPS
-        )
-        by_name[f"penalise-{name}"] = Launch(apply_penalties, {"logits": "*fp32", **counted}, sizes, WARPS)
-        by_name[f"add-{name}"] = Launch(
-            add_values, {"logits": "*fp32", "packed": "*i32", "rows": "i32", "count": "i32"}, sizes, WARPS
-        )
-        by_name[f"ban-{name}"] = Launch(
-            ban_word,
-            {"logits": "*fp32", **dict.fromkeys(("history", "words", "heads"), "*i32"), "rows": "i32", "count": "i32"},
-            {"VOCAB": vocab, "LENGTH": LENGTH, "HEADS": MAX_WORD_HEADS, "BLOCK": MAX_WORD_HEADS},
-            WARPS,
-        )
-        by_name[f"mask-{name}"] = Launch(
-            mask_block,
-            {"logits": "*fp32", "sequences": "*i32", "bits": "*i32"},
-            {**sizes, "WORDS": -(-vocab // 32)},
-            WARPS,
-        )
-    return by_name
+_MASK_BLOCK: Final = BoundKernel(mask_block)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, divided, power_of_two
+from pagoda.backends.torch_cuda.kernels.frame.launch import divided, power_of_two
 from pagoda.common.engine.sampling import rules as sampling
 
 BLOCK = 1024
@@ -34,21 +34,41 @@ def gumbel_max(logits, keys, temperature, floor):
     ids = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
     _BEST_OF_BLOCK[(rows, splits)](
-        logits, keys, temperature, floor, values, ids, VOCAB=vocab, SPLITS=splits, BLOCK=BLOCK, num_warps=WARPS
+        logits=logits,
+        keys=keys,
+        temperature=temperature,
+        floor=floor,
+        values=values,
+        ids=ids,
+        VOCAB=vocab,
+        SPLITS=splits,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
     )
-    _BEST_OF_ROW[(rows,)](values, ids, tokens, VOCAB=vocab, SPLITS=splits, PADDED=power_of_two(splits), num_warps=WARPS)
+    _BEST_OF_ROW[(rows,)](
+        values=values, ids=ids, tokens=tokens, VOCAB=vocab, SPLITS=splits, PADDED=power_of_two(splits), num_warps=WARPS
+    )
     return tokens
 
 
 def store_last(tokens, rows, last):
     count = len(tokens)
-    _WRITE_LAST[(divided(count, TOKENS),)](tokens, rows, last, count, BLOCK=TOKENS, num_warps=WARPS)
+    _WRITE_LAST[(divided(count, TOKENS),)](
+        tokens=tokens, rows=rows, last=last, count=count, BLOCK=TOKENS, num_warps=WARPS
+    )
 
 
 def store_history(tokens, rows, positions, history):
     count = len(tokens)
     _WRITE_HISTORY[(divided(count, TOKENS),)](
-        tokens, rows, positions, history, count, LENGTH=history.shape[1], BLOCK=TOKENS, num_warps=WARPS
+        tokens=tokens,
+        rows=rows,
+        positions=positions,
+        history=history,
+        count=count,
+        LENGTH=history.shape[1],
+        BLOCK=TOKENS,
+        num_warps=WARPS,
     )
 
 
@@ -129,43 +149,3 @@ def write_history(tokens, rows, positions, history, count, LENGTH: tl.constexpr,
 
 
 _WRITE_HISTORY: Final = BoundKernel(write_history)
-
-
-# Specialisations compiled ahead of time: vocabularies of real models.
-
-VOCABS = {"v128k": 128_256, "v262k": 262_208, "v50k": 50_257}
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    by_name = dict[str, Launch]()
-    for name, vocab in VOCABS.items():
-        splits = triton.cdiv(vocab, BLOCK)
-        signature = dict.fromkeys(("logits", "temperature", "floor", "values"), "*fp32")
-        by_name[f"block-{name}"] = Launch(
-            best_of_block,
-            {**signature, "keys": "*i32", "ids": "*i32"},
-            {"VOCAB": vocab, "SPLITS": splits, "BLOCK": BLOCK},
-            WARPS,
-        )
-        by_name[f"row-{name}"] = Launch(
-            best_of_row,
-            {"values": "*fp32", "ids": "*i32", "tokens": "*i32"},
-            {"VOCAB": vocab, "SPLITS": splits, "PADDED": triton.next_power_of_2(splits)},
-            WARPS,
-        )
-    by_name |= {
-        "store_last": Launch(
-            write_last,
-            {**dict.fromkeys(("tokens", "rows", "last"), "*i32"), "count": "i32"},
-            {"BLOCK": TOKENS},
-            WARPS,
-        ),
-        "store_history": Launch(
-            write_history,
-            {**dict.fromkeys(("tokens", "rows", "positions", "history"), "*i32"), "count": "i32"},
-            {"LENGTH": 131_073, "BLOCK": TOKENS},
-            WARPS,
-        ),
-    }
-    return by_name

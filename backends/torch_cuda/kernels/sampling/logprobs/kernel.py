@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
 
 BLOCK = 4096
 WARPS = 8
@@ -24,19 +26,27 @@ def launch(logits, targets, best, normalise):
     mass = torch.empty_like(own)
     ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
-        blocks[(rows, splits)](
-            logits, targets, peaks, masses, better, VOCAB=vocab, SPLITS=splits, BLOCK=BLOCK, num_warps=WARPS
+        _BLOCKS[(rows, splits)](
+            logits=logits,
+            targets=targets,
+            peaks=peaks,
+            masses=masses,
+            better=better,
+            VOCAB=vocab,
+            SPLITS=splits,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
         )
-        join[(rows,)](
-            logits,
-            targets,
-            peaks,
-            masses,
-            better,
-            own,
-            top,
-            mass,
-            ranks,
+        _JOIN[(rows,)](
+            logits=logits,
+            targets=targets,
+            peaks=peaks,
+            masses=masses,
+            better=better,
+            own=own,
+            top=top,
+            mass=mass,
+            ranks=ranks,
             VOCAB=vocab,
             SPLITS=splits,
             PADDED=triton.next_power_of_2(splits),
@@ -64,6 +74,9 @@ def blocks(logits, targets, peaks, masses, better, VOCAB: tl.constexpr, SPLITS: 
     tl.store(peaks + at, peak)
     tl.store(masses + at, tl.sum(tl.exp(x - zero), 0))
     tl.store(better + at, tl.sum((x > own).to(tl.int32), 0))
+
+
+_BLOCKS: Final = BoundKernel(blocks)
 
 
 @triton.jit
@@ -94,23 +107,4 @@ def join(
     tl.store(ranks + row, 1 + tl.sum(tl.load(better + at, mask=here, other=0), 0))
 
 
-# Specialisations compiled ahead of time: vocabularies of real models.
-
-VOCABS = {"v128k": 128_256, "v262k": 262_208, "v50k": 50_257}
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    by_name = {}
-    for name, vocab in VOCABS.items():
-        splits = triton.cdiv(vocab, BLOCK)
-        signature = {"logits": "*fp32", "targets": "*i32", "peaks": "*fp32", "masses": "*fp32", "better": "*i32"}
-        sizes = {"VOCAB": vocab, "SPLITS": splits}
-        by_name[f"blocks-{name}"] = Launch(blocks, signature, {**sizes, "BLOCK": BLOCK}, WARPS)
-        by_name[f"join-{name}"] = Launch(
-            join,
-            {**signature, "own": "*fp32", "top": "*fp32", "mass": "*fp32", "ranks": "*i32"},
-            {**sizes, "PADDED": triton.next_power_of_2(splits)},
-            JOIN_WARPS,
-        )
-    return by_name
+_JOIN: Final = BoundKernel(join)

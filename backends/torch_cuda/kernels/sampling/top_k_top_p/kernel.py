@@ -16,11 +16,14 @@ Rows without limits return at once, on the device: one captured graph serves gre
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
 
-from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Launch, divided
+from pagoda.backends.torch_cuda.kernels.frame.bound import BoundKernel
+from pagoda.backends.torch_cuda.kernels.frame.launch import divided
 
 GROUP = 32
 SUMMARY = 128
@@ -49,13 +52,22 @@ def launch(logits, temperature, top_k, top_p, min_p):
     masses = torch.empty_like(peaks)
     listed = torch.empty((rows, groups), dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    rules = (temperature, top_k, top_p, min_p)
+    rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sizes = {"VOCAB": vocab, "GROUPS": groups, "GROUP": GROUP}
-    summarise[(rows, divided(groups, SUMMARY))](
-        logits, *rules, peaks, masses, **sizes, BLOCK=SUMMARY, num_warps=SUMMARY_WARPS
+    _SUMMARISE[(rows, divided(groups, SUMMARY))](
+        logits=logits, **rules, peaks=peaks, masses=masses, **sizes, BLOCK=SUMMARY, num_warps=SUMMARY_WARPS
     )
-    search_row[(rows,)](
-        logits, *rules, peaks, masses, listed, out, **sizes, BLOCK=TILE, LISTING=LISTED, num_warps=ROW_WARPS
+    _SEARCH_ROW[(rows,)](
+        logits=logits,
+        **rules,
+        peaks=peaks,
+        masses=masses,
+        listed=listed,
+        out=out,
+        **sizes,
+        BLOCK=TILE,
+        LISTING=LISTED,
+        num_warps=ROW_WARPS,
     )
     return out
 
@@ -88,6 +100,9 @@ def summarise(
         here = group < GROUPS
         tl.store(peaks + row * GROUPS + group, peak, mask=here)
         tl.store(masses + row * GROUPS + group, tl.sum(weight, 1), mask=here)
+
+
+_SUMMARISE: Final = BoundKernel(summarise)
 
 
 @triton.jit(do_not_specialize_on_alignment=RULES)
@@ -152,6 +167,9 @@ def search_row(
         else:
             floor = least
     tl.store(out + row, floor)
+
+
+_SEARCH_ROW: Final = BoundKernel(search_row)
 
 
 @triton.jit
@@ -314,25 +332,3 @@ def left_by(
     """Return what the threshold t leaves."""
     mass, _, _, _, _, _ = measure(values, listed, groups, t, t, by_mass, best, cold, COUNT, GROUP, BLOCK, LISTED)
     return tl.minimum(mass, COUNT)  # padding of the last tile counts if t is -inf
-
-
-# Specialisations compiled ahead of time: vocabularies of real models.
-
-VOCABS = {"v128k": 128_256, "v262k": 262_208, "v50k": 50_257}
-
-
-def launches(chip: Chip) -> dict[str, Launch]:
-    """Return the launches by name."""
-    rules = {"temperature": "*fp32", "top_k": "*i32", "top_p": "*fp32", "min_p": "*fp32"}
-    by_name = {}
-    for name, vocab in VOCABS.items():
-        sizes = {"VOCAB": vocab, "GROUPS": triton.cdiv(vocab, GROUP), "GROUP": GROUP}
-        signature = {"logits": "*fp32", **rules, "peaks": "*fp32", "masses": "*fp32"}
-        by_name[f"summary-{name}"] = Launch(summarise, signature, {**sizes, "BLOCK": SUMMARY}, SUMMARY_WARPS)
-        by_name[f"search-{name}"] = Launch(
-            search_row,
-            {**signature, "listed": "*i32", "out": "*fp32"},
-            {**sizes, "BLOCK": TILE, "LISTING": LISTED},
-            ROW_WARPS,
-        )
-    return by_name

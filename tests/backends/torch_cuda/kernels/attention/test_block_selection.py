@@ -12,6 +12,7 @@ from pagoda.backends.reference.model.ops import select_blocks
 from pagoda.backends.torch_cuda.kernels.attention import block_selection
 from pagoda.backends.torch_cuda.kernels.attention.block_selection import SelectedPages, kernel, select_pages
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention import decode_attention
+from pagoda.backends.torch_cuda.kernels.attention.work_list import cut_evenly
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.common.models.mixers import BlockIndexer
 from pagoda.common.models.primitives import Norm
@@ -87,7 +88,7 @@ def test_attention_reads_the_selected_blocks_alone(name: str, use_kernel: bool, 
         pages.tables,
         pages.lens,
         scale=1.0,
-        splits=2,
+        work=cut_evenly(pages.lens.flatten(), 2),
         use_kernel=use_kernel,
         chip=CHIPS["sm_90"],
     )

@@ -17,12 +17,10 @@ from support.kernels.compile_launches import programs
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention import (
-    MAX_WAVES,
-    MIN_SPLIT_TOKENS,
     PROGRAMS,
     PagedDecode,
-    choose_splits,
     decode_attention,
+    even_pieces,
 )
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention.kernel import (
     TUNING,
@@ -36,11 +34,14 @@ from pagoda.backends.torch_cuda.kernels.attention.decode_attention.kernel import
 from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules
 from pagoda.backends.torch_cuda.kernels.attention.work_list import (
     GRAIN,
+    MAX_WAVES,
     NO_SEQUENCE,
     WHOLE,
     WorkList,
     WorkPlanner,
+    cut_evenly,
     pieces_for,
+    pieces_of_each,
     plan_work,
 )
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS, table
@@ -89,9 +90,12 @@ class Case:
         q = torch.randn(len(self.lens) * self.query_len, self.heads, self.dim).to(self.dtype)
         return q, caches[0], caches[1], tables, torch.tensor(self.lens, dtype=torch.int32)
 
-    def run(self, *, use_kernel: bool, splits: int = 1, chip=NATIVE, work: WorkList | None = None) -> Tensor:
+    def run(self, *, use_kernel: bool, chip=NATIVE, work: WorkList | None = None) -> Tensor:
         more = {"scale": self.dim**-0.5, "query_len": self.query_len, "work": work, **self.options}
-        return decode_attention(*self.arrays(), splits=splits, use_kernel=use_kernel, chip=chip, **more)
+        return decode_attention(*self.arrays(), use_kernel=use_kernel, chip=chip, **more)
+
+    def cut(self, pieces: int) -> WorkList | None:
+        return cut_evenly(torch.tensor(self.lens, dtype=torch.int32), pieces)
 
 
 def work_list(lens: list[int], pieces: int, planned: list[int] | None = None) -> WorkList:
@@ -155,10 +159,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("splits", [1, 3])
-def test_kernel_is_the_reference(name: str, splits: int):
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_kernel_is_the_reference(name: str, pieces: int):
     case = CASES[name]
-    out, expected = case.run(use_kernel=True, splits=splits), case.run(use_kernel=False)
+    out, expected = case.run(use_kernel=True, work=case.cut(pieces)), case.run(use_kernel=False)
     if (counts := case.options.get("query_counts")) is not None:
         assert out.isfinite().all()
         assert expected.isfinite().all()
@@ -264,7 +268,7 @@ def test_padding_changes_nothing():
     """Two tokens among four are those of two alone."""
     padded = Case([21, 30], query_len=4, options={"window": 5, "query_counts": torch.tensor([2, 2], dtype=torch.int32)})
     q, *rest = padded.arrays()
-    more = {"scale": 0.25, "splits": 1, "use_kernel": False, "chip": NATIVE}
+    more = {"scale": 0.25, "use_kernel": False, "chip": NATIVE}
     out = decode_attention(q, *rest, query_len=4, **more, **padded.options)
     alone = decode_attention(q.view(2, 4, 4, 16)[:, 2:].flatten(0, 1), *rest, query_len=2, window=5, **more)
     torch.testing.assert_close(out.view(2, 4, 4, 16)[:, 2:].flatten(0, 1), alone, rtol=0, atol=1e-6)
@@ -277,14 +281,13 @@ def test_half_precision():
 
 @pytest.mark.parametrize("chip", [NATIVE, OLD], ids=lambda chip: chip.name)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("splits", [1, 2])
-def test_float8_cache(chip, dtype: torch.dtype, splits: int):
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_float8_cache(chip, dtype: torch.dtype, pieces: int):
     case = Case([70, 9, 0], query_len=2, dtype=dtype, cache=E4M3, options=SCALES)
     tolerance = 3e-6 if dtype == torch.float32 else 2 * ULP
     expected = case.run(use_kernel=False)
-    torch.testing.assert_close(
-        case.run(use_kernel=True, chip=chip, splits=splits), expected, rtol=tolerance, atol=tolerance
-    )
+    out = case.run(use_kernel=True, chip=chip, work=case.cut(pieces))
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("chip", [NATIVE, OLD], ids=lambda chip: chip.name)
@@ -295,7 +298,7 @@ def test_every_float8_is_exact(chip, dtype: torch.dtype):
     keys, expected = torch.zeros_like(values.float()).to(E4M3), values.float().view(16, 1, 16)
     q, lens = torch.randn(16, 1, 16).to(dtype), torch.ones(16, dtype=torch.int32)
     tables = torch.arange(16, dtype=torch.int32)[:, None]
-    out = decode_attention(q, keys, values, tables, lens, scale=1.0, splits=1, use_kernel=True, chip=chip)
+    out = decode_attention(q, keys, values, tables, lens, scale=1.0, use_kernel=True, chip=chip)
     numbers = ~expected.isnan()
     assert numbers.sum() == 254
     torch.testing.assert_close(out.float()[numbers], expected[numbers], rtol=0, atol=0)
@@ -324,7 +327,7 @@ def test_bfloat16_queries_of_a_float8_cache_keep_their_range(size: float):
     case = Case([40, 9], cache=E4M3, dim=32, options=SCALES)
     q, *rest = case.arrays()
     q = (q * size).bfloat16()
-    more = {"scale": 1 / size, "splits": 1, "chip": NATIVE, **SCALES}
+    more = {"scale": 1 / size, "chip": NATIVE, **SCALES}
     expected = decode_attention(q.float(), *rest, use_kernel=False, **more)
     out = decode_attention(q, *rest, use_kernel=True, **more)
     torch.testing.assert_close(out.float(), expected, rtol=8 * ULP, atol=2 * ULP)
@@ -354,7 +357,7 @@ def test_reference_of_drafts_is_the_reference_of_each_token():
     """Three tokens at once see what each would have seen had it been the last; sinks are logits without a value."""
     case = Case([3, 21], query_len=3, options={"sinks": SINKS, "window": 9})
     q, keys, values, tables, lens = case.arrays()
-    more = {"scale": 0.25, "splits": 1, "use_kernel": False, "chip": NATIVE, **case.options}
+    more = {"scale": 0.25, "use_kernel": False, "chip": NATIVE, **case.options}
     out = decode_attention(q, keys, values, tables, lens, query_len=3, **more)
     for j in range(3):
         alone = decode_attention(q[j::3].contiguous(), keys, values, tables, lens - 2 + j, **more)
@@ -368,7 +371,7 @@ def test_reference_in_float64():
     out = case.run(use_kernel=False)
     assert out.dtype == torch.float64
     q, *rest = case.arrays()
-    single = decode_attention(q.float(), *rest, query_len=2, scale=0.25, splits=1, use_kernel=False, chip=NATIVE)
+    single = decode_attention(q.float(), *rest, query_len=2, scale=0.25, use_kernel=False, chip=NATIVE)
     assert 0 < (out - single).abs().max() < 1e-6
 
 
@@ -384,7 +387,6 @@ def test_reference_in_float64():
         ({"q": torch.zeros(1, 3, 16)}, "3 heads do not share 2 KV heads"),
         ({"tables": torch.zeros(1, 1, dtype=torch.int64)}, "int64"),
         ({"sinks": torch.zeros(2)}, "sinks"),
-        ({"splits": 0}, "splits"),
         ({"work": work_list([1, 1], 1)}, "work list has 2 sequences"),
     ],
 )
@@ -395,7 +397,6 @@ def test_what_does_not_fit(change: dict[str, Any], message: str):
         "values": torch.zeros(3, 2, 16, 16),
         "tables": torch.zeros(1, 1, dtype=torch.int32),
         "kv_lens": torch.ones(1, dtype=torch.int32),
-        "splits": 1,
     }
     decode_attention(**arrays, scale=1.0, use_kernel=False, chip=NATIVE)
     with pytest.raises(ValueError, match=message):
@@ -407,28 +408,45 @@ def test_pages_of_keys_and_values_may_alternate():
     case = Case([40, 9])
     q, keys, values, *rest = case.arrays()
     both = torch.stack((keys, values), 1)
-    more = {"scale": 0.25, "splits": 1, "use_kernel": True, "chip": NATIVE}
+    more = {"scale": 0.25, "use_kernel": True, "chip": NATIVE}
     out = decode_attention(q, both[:, 0], both[:, 1], *rest, **more)
     torch.testing.assert_close(out, decode_attention(q, keys, values, *rest, **more), rtol=0, atol=0)
 
 
+def test_sequences_are_cut_evenly():
+    """Pieces begin at multiples of GRAIN; the last one has no end, for sequences may have grown since."""
+    lens = [5 * GRAIN, 0, 70]
+    work = cut_evenly(torch.tensor(lens, dtype=torch.int32), 3)
+    assert work is not None
+    end = 2**31 - 1
+    assert [row[:3] for row in work.items.tolist()[:3]] == [[0, 0, 128], [0, 128, 256], [0, 256, end]]
+    assert work.items[:, 0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert work.items[:, 3].tolist() == list(range(9))
+    assert work.merges.tolist() == [[0, 3], [3, 3], [6, 3]]
+    assert work.num_slots >= 9
+    assert (work.items.dtype, work.merges.dtype) == (torch.int32, torch.int32)
+    assert cut_evenly(torch.tensor(lens, dtype=torch.int32), 1) is None
+
+
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
-def test_splits_fill_the_chip(chip):
+def test_equal_pieces_fill_the_chip(chip):
     slots = PROGRAMS * chip.sms
     for seqs in (1, 2, 8, 32, 64, 100):
         for length in (16, 1024, 4096, 131072):
-            splits = choose_splits(seqs, 8, length, chip)
-            waves = seqs * 8 * splits / slots
-            assert splits <= -(-length // MIN_SPLIT_TOKENS), "no split without a tile"
-            assert splits == 1 or waves <= MAX_WAVES
+            pieces = pieces_of_each(seqs, 8, length, chip, PROGRAMS)
+            waves = seqs * 8 * pieces / slots
+            assert pieces <= -(-length // GRAIN), "no piece is empty"
+            assert pieces == 1 or waves <= MAX_WAVES
+            work = even_pieces(seqs, 8, length, torch.device("cpu"), chip)
+            assert (1 if work is None else work.merges[0, 1].item()) == pieces
             assert length < 131072 or seqs == 1 or waves > 1.5, "long sequences outlast short ones"
             assert length < 131072 or waves > 0.85 * -(-waves // 1), "the last wave is full enough"
-    assert choose_splits(1000, 8, 131072, chip) == 1
+    assert pieces_of_each(1000, 8, 131072, chip, PROGRAMS) == 1
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 def test_candidates_hold_the_settings_in_use(chip):
-    """What is in the table is among what a benchmark would try, and as many programs as splits count on have room."""
+    """What is in the table is among what a benchmark would try, and as many programs as work lists expect fit."""
     for dim in (64, 128):
         shape = DecodeShape(dim, 4, 1, torch.bfloat16)
         use = blocks(shape, chip)
@@ -455,18 +473,17 @@ from pagoda.backends.torch_cuda.kernels.attention.decode_attention import decode
 from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList
 
 keys = torch.zeros(2, 1, 16, 16, dtype=torch.bfloat16)
-for splits, seqs, width, offset in ((2, 16, 16, 0), (16, 1, 1, 1), (3, 3, 5, 3)):
+for pieces, seqs, width, offset in ((2, 16, 16, 0), (16, 1, 1, 1), (3, 3, 5, 3)):
     q = torch.zeros(seqs, 1, 16, dtype=torch.bfloat16)
     tables = torch.zeros(seqs * width + offset, dtype=torch.int32)[offset:].view(seqs, width)
     lens = torch.zeros(seqs + offset, dtype=torch.int32)[offset:]
     how = {"scale": 1.0, "use_kernel": True, "chip": CHIPS["sm_90"]}
-    decode_attention(q, keys, keys.clone(), tables, lens, splits=splits, **how)
-    items, merges = (torch.zeros(n + offset, m, dtype=torch.int32)[offset:] for n, m in ((seqs + splits, 4), (seqs, 2)))
+    decode_attention(q, keys, keys.clone(), tables, lens, **how)
+    items, merges = (torch.zeros(n + offset, m, dtype=torch.int32)[offset:] for n, m in ((seqs + pieces, 4), (seqs, 2)))
     decode_attention(q, keys, keys.clone(), tables, lens, work=WorkList(items, merges), **how)
 """
 
 
 def test_what_varies_from_step_to_step_compiles_nothing():
-    """Numbers of splits, of sequences and of table columns, and where in a staging buffer the arrays begin."""
-    splits, listed = ([["attend", f"attend {n}"], ["reduce", f"reduce {n + 1}"]] for n in (0, 2))
-    assert programs(LAUNCHES) == 3 * [*splits, *listed]
+    """Numbers of pieces, of sequences and of table columns, and where in a staging buffer the arrays begin."""
+    assert programs(LAUNCHES) == 3 * [["attend", "attend 0"], ["attend", "attend 1"], ["reduce", "reduce 2"]]

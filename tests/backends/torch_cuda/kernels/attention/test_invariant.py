@@ -19,6 +19,7 @@ from pagoda.backends.torch_cuda.kernels.attention.invariant_attention import (
 )
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import make_tiles, prefill_attention
 from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules
+from pagoda.backends.torch_cuda.kernels.attention.work_list import cut_evenly
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS, Chip
 from pagoda.backends.torch_cuda.kernels.linear.invariant_linear import invariant_linear
 from pagoda.backends.torch_cuda.kernels.pointwise import activation
@@ -241,7 +242,8 @@ def test_decode_is_the_usual_kernels() -> None:
     case = Sequences()
     lens = torch.tensor([21, 3, 42], dtype=torch.int32)
     q = torch.stack([queries[-1] for queries in case.queries])
-    want = decode_attention(q, *case.caches, case.tables, lens, scale=0.25, splits=2, use_kernel=True, chip=CHIP)
+    work = cut_evenly(lens, 2)
+    want = decode_attention(q, *case.caches, case.tables, lens, scale=0.25, work=work, use_kernel=True, chip=CHIP)
     torch.testing.assert_close(case.call(q, case.tables, SequenceTokens(lens), True), want, rtol=0, atol=3e-6)
 
 

@@ -10,6 +10,7 @@ import torch
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention import decode_attention
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import make_tiles, prefill_attention
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import RopeCache
+from pagoda.backends.torch_cuda.kernels.attention.work_list import cut_evenly
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 
 HEADS, KV_HEADS, PAGE, HEAD_DIM = 4, 2, 4, 16
@@ -64,13 +65,13 @@ def activations(dtype: torch.dtype) -> torch.dtype:
 
 
 @dtypes
-@pytest.mark.parametrize("splits", [1, 2])
-def test_decode_attention_reads_far_pages(dtype: torch.dtype, splits: int) -> None:
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_decode_attention_reads_far_pages(dtype: torch.dtype, pieces: int) -> None:
     (keys, far_keys), (values, far_values) = usual_and_far(dtype, 1), usual_and_far(dtype, 2)
     q = random(2, HEADS, HEAD_DIM).to(activations(dtype))
     tables = torch.tensor([[3, 1, 4], [2, 0, 0]], dtype=torch.int32)
     kv_lens = torch.tensor([10, 3], dtype=torch.int32)
-    how = {"scale": 0.25, "splits": splits, "use_kernel": True, "chip": CHIP, **scales(dtype)}
+    how = {"scale": 0.25, "work": cut_evenly(kv_lens, pieces), "use_kernel": True, "chip": CHIP, **scales(dtype)}
     want = decode_attention(q, keys, values, tables, kv_lens, **how)
     assert torch.equal(decode_attention(q, far_keys.near, far_values.near, tables + FAR, kv_lens, **how), want)
 

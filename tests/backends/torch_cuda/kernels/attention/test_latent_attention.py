@@ -12,7 +12,7 @@ from support.kernels.compile_launches import programs
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.attention.latent_attention import (
-    choose_latent_splits,
+    even_latent_pieces,
     latent_decode,
     write_latents,
 )
@@ -25,7 +25,7 @@ from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import (
 )
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import make_tiles
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import NormWeights
-from pagoda.backends.torch_cuda.kernels.attention.work_list import NO_SEQUENCE, WorkList, plan_work
+from pagoda.backends.torch_cuda.kernels.attention.work_list import NO_SEQUENCE, WorkList, cut_evenly, plan_work
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 
 CHIP = CHIPS["sm_90"]
@@ -124,21 +124,21 @@ def test_write(use_kernel: bool):
 
 
 def absorbed_decode(
-    case: Latents, query_len: int, splits: int, *, use_kernel: bool, work: WorkList | None = None
+    case: Latents, query_len: int, *, use_kernel: bool, work: WorkList | None = None
 ) -> tuple[Tensor, ...]:
     """(attended latents, what they should be, q, kv_b)."""
     cache, tables, lens = case.arrays()
     q, kv_b = case.queries(len(case.lens) * query_len)
     key_up = kv_b.view(case.heads, -1, case.rank)[:, : case.nope]
     absorbed = torch.bmm(q[..., : case.nope].transpose(0, 1), key_up).transpose(0, 1)
-    how = {"scale": 0.3, "splits": splits, "query_len": query_len, "chip": CHIP, "work": work}
+    how = {"scale": 0.3, "query_len": query_len, "chip": CHIP, "work": work}
     return latent_decode(absorbed, q, cache, tables, lens, use_kernel=use_kernel, **how), cache, tables, q, kv_b
 
 
 @pytest.mark.parametrize(("lens", "query_len"), [([37, 1, 0, 70], 1), ([9, 50, 3], 3)], ids=["one token", "drafts"])
 def test_decode_is_attention_over_heads(lens: list[int], query_len: int):
     case = Latents(lens)
-    out, cache, tables, q, kv_b = absorbed_decode(case, query_len, 1, use_kernel=False)
+    out, cache, tables, q, kv_b = absorbed_decode(case, query_len, use_kernel=False)
     values = torch.einsum("tnr,nvr->tnv", out, kv_b.view(case.heads, -1, case.rank)[:, case.nope :])
     for row, length in enumerate(lens):
         tokens = slice(row * query_len, (row + 1) * query_len)
@@ -159,9 +159,10 @@ def test_decode_is_attention_over_heads(lens: list[int], query_len: int):
     ],
     ids=["ragged", "drafts", "blocks of rows", "half"],
 )
-@pytest.mark.parametrize("splits", [1, 3])
-def test_decode_kernel_is_its_definition(case: Latents, query_len: int, splits: int):
-    out, want = (absorbed_decode(case, query_len, splits, use_kernel=kernel)[0] for kernel in (True, False))
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_decode_kernel_is_its_definition(case: Latents, query_len: int, pieces: int):
+    work = cut_evenly(torch.tensor(case.lens, dtype=torch.int32), pieces)
+    out, want = (absorbed_decode(case, query_len, work=work, use_kernel=kernel)[0] for kernel in (True, False))
     seen = ~want.isnan()
     assert out.isfinite().all()
     near = 3e-6 if case.dtype == torch.float32 else 2**-9
@@ -176,8 +177,8 @@ def test_pieces_of_sequences_are_the_sequences(planned: list[int], query_len: in
     items, merges = map(torch.from_numpy, plan_work(np.array(planned, np.int32), 4))
     unused = torch.full((3, 4), NO_SEQUENCE, dtype=torch.int32)
     work = WorkList(torch.cat((items, unused)), merges)
-    out = absorbed_decode(case, query_len, 1, use_kernel=True, work=work)[0]
-    want = absorbed_decode(case, query_len, 1, use_kernel=False)[0]
+    out = absorbed_decode(case, query_len, use_kernel=True, work=work)[0]
+    want = absorbed_decode(case, query_len, use_kernel=False)[0]
     torch.testing.assert_close(out, want, rtol=0, atol=3e-6)
 
 
@@ -255,10 +256,12 @@ def test_capacity():
     assert round_capacity(1 << 30, 1000) == BLOCK
 
 
-def test_splits_fill_the_chip_with_few_sequences():
-    assert choose_latent_splits(1, 128, 100_000, CHIP) * 2 <= 1.1 * CHIP.sms
-    assert choose_latent_splits(1, 16, 100_000, CHIP) > 0.9 * CHIP.sms
-    assert choose_latent_splits(500, 128, 100_000, CHIP) == 1
+def test_pieces_fill_the_chip_with_few_sequences():
+    for heads, blocks in ((128, 2), (16, 1)):
+        work = even_latent_pieces(1, heads, 100_000, torch.device("cpu"), CHIP)
+        assert work is not None
+        assert 0.9 * CHIP.sms < blocks * len(work.items) <= 1.1 * CHIP.sms
+    assert even_latent_pieces(500, 128, 100_000, torch.device("cpu"), CHIP) is None
 
 
 @pytest.mark.parametrize(
@@ -278,9 +281,9 @@ def test_what_does_not_fit(change: dict, message: str):
         "tables": torch.zeros(1, 1, dtype=torch.int32),
         "kv_lens": torch.ones(1, dtype=torch.int32),
     }
-    latent_decode(**arrays, scale=1.0, splits=1, use_kernel=False, chip=CHIP)
+    latent_decode(**arrays, scale=1.0, use_kernel=False, chip=CHIP)
     with pytest.raises(ValueError, match=message):
-        latent_decode(**{**arrays, **change}, scale=1.0, splits=1, use_kernel=False, chip=CHIP)
+        latent_decode(**{**arrays, **change}, scale=1.0, use_kernel=False, chip=CHIP)
 
 
 LAUNCHES = """
@@ -288,17 +291,19 @@ import torch
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.attention.latent_attention import latent_decode
 from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import ExpansionRound, latent_prefill
+from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList
 
 cache = torch.zeros(2, 16, 48, dtype=torch.bfloat16)
 how = {"scale": 1.0, "use_kernel": True, "chip": CHIPS["sm_90"]}
-for splits, seqs, width, offset in ((2, 16, 16, 0), (16, 1, 1, 1), (3, 3, 5, 3)):
+for pieces, seqs, width, offset in ((2, 16, 16, 0), (16, 1, 1, 1), (3, 3, 5, 3)):
     q = torch.zeros(seqs, 2, 32, dtype=torch.bfloat16)
     absorbed = torch.zeros(2, seqs, 32, dtype=torch.bfloat16).transpose(0, 1)
     tables = torch.zeros(seqs * width + offset, dtype=torch.int32)[offset:].view(seqs, width)
     lens = torch.zeros(seqs + offset, dtype=torch.int32)[offset:]
-    latent_decode(absorbed, q, cache, tables, lens, splits=splits, **how)
+    items, merges = (torch.zeros(n + offset, m, dtype=torch.int32)[offset:] for n, m in ((seqs + pieces, 4), (seqs, 2)))
+    latent_decode(absorbed, q, cache, tables, lens, work=WorkList(items, merges), **how)
     spans = torch.zeros(seqs * 3 + offset, dtype=torch.int32)[offset:].view(seqs, 3)
-    blocks = torch.zeros(splits * 2 + offset, dtype=torch.int32)[offset:].view(splits, 2)
+    blocks = torch.zeros(pieces * 2 + offset, dtype=torch.int32)[offset:].view(pieces, 2)
     starts, kv_b = torch.zeros(seqs + 1, dtype=torch.int32), torch.zeros(64, 32, dtype=torch.bfloat16)
     out = torch.zeros(seqs, 2, 16, dtype=torch.bfloat16)
     rounds = (ExpansionRound(blocks, spans),)

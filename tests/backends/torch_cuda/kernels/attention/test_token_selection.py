@@ -9,6 +9,7 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.kernels.attention import token_selection
 from pagoda.backends.torch_cuda.kernels.attention.latent_attention import latent_selected
 from pagoda.backends.torch_cuda.kernels.attention.token_selection import kernel, select_tokens
+from pagoda.backends.torch_cuda.kernels.attention.work_list import fixed_work
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 
 NAN = float("nan")
@@ -81,9 +82,9 @@ def test_what_does_not_fit_is_refused():
             select_tokens(**arguments | change, top=TOP, use_kernel=False)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("use_kernel", [False, True])
-def test_attention_reads_the_selected_latents_alone(use_kernel: bool, splits: int):
+def test_attention_reads_the_selected_latents_alone(use_kernel: bool, pieces: int):
     """Every other latent may be NaN."""
     torch.manual_seed(2)
     rank, rotary, heads = 20, 8, 3
@@ -106,7 +107,7 @@ def test_attention_reads_the_selected_latents_alone(use_kernel: bool, splits: in
         selected,
         counts,
         scale=0.3,
-        splits=splits,
+        work=fixed_work(len(rows), TOP, pieces, counts.device),
         use_kernel=use_kernel,
         chip=CHIPS["sm_90"],
     )

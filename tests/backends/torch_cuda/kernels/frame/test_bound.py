@@ -43,8 +43,8 @@ class Kernel:
         """The kernel."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **constants: Any) -> Program:
-            self.compiled.append(constants)
+        def launch(**given: Any) -> Program:
+            self.compiled.append(given)
             return Program(len(self.compiled), self.launched)
 
         return launch
@@ -73,9 +73,7 @@ USUAL: dict[str, Any] = {"x": X, "y": Y, "count": 5, "eps": 0.5, "SIZE": 16, "FL
 
 
 def call(launcher: BoundKernel, grid: tuple[int, ...] = (3,), **change: Any) -> None:
-    given = USUAL | change
-    args = [given.pop(name) for name in ("x", "y", "count", "eps")]
-    launcher[grid](*args, **given)
+    launcher[grid](**USUAL | change)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +89,20 @@ def test_a_program_is_launched_again(change: dict[str, Any], grid: tuple[int, ..
     given = USUAL | change
     values = given["x"].data_ptr(), Y.data_ptr(), given["count"], given["eps"], None, None
     assert kernel.launched == [(1, (*grid, 1, 1)[:3], values)]
-    assert len(kernel.compiled) == 1
+    assert kernel.compiled == [USUAL]
+
+
+def test_arguments_may_be_named_in_any_order():
+    kernel = Kernel()
+    launcher = BoundKernel(kernel)
+    call(launcher)
+    launcher[3,](**dict(reversed(USUAL.items())))
+    fixed = launcher.fixed(FLAG=True, eps=0.5, count=5, SIZE=16)
+    fixed((3,), x=X, y=Y)
+    assert len(kernel.compiled) == 2
+    fixed((3,), y=Y, x=X)
+    values = X.data_ptr(), Y.data_ptr(), 5, 0.5, None, None
+    assert kernel.launched == [(1, (3, 1, 1), values), (2, (3, 1, 1), values)]
 
 
 @pytest.mark.parametrize(
@@ -124,46 +135,60 @@ def test_last_arguments_and_constants_may_be_fixed():
     kernel = Kernel()
     launcher = BoundKernel(kernel)
     other = on_gpu(dtype=torch.int32)
-    first, second = (launcher.fixed(y, 5, 0.5, SIZE=16, FLAG=True) for y in (Y, other))
-    first((3,), X)
+    first, second = (launcher.fixed(y=y, count=5, eps=0.5, SIZE=16, FLAG=True) for y in (Y, other))
+    first((3,), x=X)
     again = on_gpu()
     for launch in (first, second):
-        launch((4, 2), again)
+        launch((4, 2), x=again)
     values = [(1, (4, 2, 1), (again.data_ptr(), y.data_ptr(), 5, 0.5, None, None)) for y in (Y, other)]
     assert kernel.launched == values, "layers share the program"
     assert len(kernel.compiled) == 1
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "constants"),
+    ("first", "change"),
     [
-        (on_gpu(dtype=torch.float16), (Y, 5, 0.5), {}),
-        (on_gpu(offset=1), (Y, 5, 0.5), {}),
-        (X, (on_gpu(dtype=torch.int32, offset=1), 5, 0.5), {}),
-        (X, (None, 5, 0.5), {}),
-        (X, (Y, 1, 0.5), {}),
-        (X, (Y, 5, 0.5), {"SIZE": 32}),
-        (X, (Y, 5, 0.5), {"num_warps": 8}),
+        (on_gpu(dtype=torch.float16), {}),
+        (on_gpu(offset=1), {}),
+        (X, {"y": on_gpu(dtype=torch.int32, offset=1)}),
+        (X, {"y": None}),
+        (X, {"count": 1}),
+        (X, {"SIZE": 32}),
+        (X, {"num_warps": 8}),
     ],
 )
-def test_what_is_fixed_otherwise_is_compiled_anew(first: torch.Tensor, last: tuple, constants: dict[str, Any]):
+def test_what_is_fixed_otherwise_is_compiled_anew(first: torch.Tensor, change: dict[str, Any]):
     kernel = Kernel()
     launcher = BoundKernel(kernel)
-    usual = {"SIZE": 16, "FLAG": True}
-    launcher.fixed(Y, 5, 0.5, **usual)((1,), X)
-    launcher.fixed(*last, **usual | constants)((1,), first)
+    usual = {"y": Y, "count": 5, "eps": 0.5, "SIZE": 16, "FLAG": True}
+    launcher.fixed(**usual)((1,), x=X)
+    launcher.fixed(**usual | change)((1,), x=first)
     assert not kernel.launched
     assert len(kernel.compiled) == 2
 
 
-def test_arguments_by_keyword_are_refused():
+def test_other_arguments_than_the_kernel_has_are_refused():
     launcher = BoundKernel(Kernel())
-    with pytest.raises(TypeError, match=r"fn has 3 arguments by position, but needs .*eps"):
-        launcher[(1,)](X, Y, 5, eps=0.5, SIZE=16, FLAG=True)
-    with pytest.raises(TypeError, match="fn has 5 arguments"):
-        launcher[(1,)](X, Y, 5, 0.5, 16, FLAG=True)
-    with pytest.raises(TypeError, match="fn has 3 arguments"):
-        launcher.fixed(5, eps=0.5, SIZE=16, FLAG=True)((1,), X, Y)
+    with pytest.raises(TypeError, match="positional argument"):
+        launcher[1,](X, y=Y, count=5, eps=0.5, SIZE=16, FLAG=True)
+    with pytest.raises(TypeError, match=r"fn.* 'eps'"):
+        launcher[1,](x=X, y=Y, count=5, SIZE=16, FLAG=True)
+    with pytest.raises(TypeError, match=r"fn.* 'BLOCK'"):
+        launcher[1,](**USUAL, BLOCK=4)
+    with pytest.raises(TypeError, match="fn: count are not its last arguments"):
+        launcher.fixed(count=5, SIZE=16, FLAG=True)
+    launch = launcher.fixed(count=5, eps=0.5, SIZE=16, FLAG=True)
+    with pytest.raises(TypeError, match=r"fn.* 'y'"):
+        launch((1,), x=X)
+    with pytest.raises(TypeError, match=r"fn.* 'eps'"):
+        launch((1,), x=X, y=Y, eps=0.25)
+
+
+def test_constants_stand_after_arguments():
+    def fn(x, SIZE: "tl.constexpr", count): ...  # noqa: F821, UP037
+
+    with pytest.raises(TypeError, match="fn has constants before its last argument, count"):
+        BoundKernel(SimpleNamespace(fn=fn))
 
 
 COST = """
@@ -178,13 +203,19 @@ driver.set_active(AbsentGpu())
 CompiledKernel._init_handles = lambda self: setattr(self, "_run", lambda *args: None)
 torch.Tensor.get_device = lambda self: 0
 x = torch.zeros(4, 64, dtype=torch.bfloat16)
-args, last = (*[x] * 5, 64, 0), (x, x, 64, 1e-5)
 constants = dict.fromkeys(("LAYER", "UNIT_OFFSET", "BIAS", "RESIDUAL", "QUANTISED", "NATIVE"), False) | {"BLOCK": 64}
-fixed = _NORM_KERNEL.fixed(*last, **constants, num_warps=1)
+fixed = _NORM_KERNEL.fixed(weight_ptr=x, bias_ptr=x, width=64, eps=1e-5, **constants, num_warps=1)
+values = x, x, x, x, x, 64, 0, x, x, 64, 1e-5
 launches = (
-    lambda: norm_kernel[(4,)](*args, *last, **constants, num_warps=1),
-    lambda: _NORM_KERNEL[(4,)](*args, *last, **constants, num_warps=1),
-    lambda: fixed((4,), *args),
+    lambda: norm_kernel[(4,)](*values, **constants, num_warps=1),
+    lambda: _NORM_KERNEL[(4,)](
+        x_ptr=x, residual_ptr=x, normed_ptr=x, scale_ptr=x, total_ptr=x, x_stride=64, residual_stride=0,
+        weight_ptr=x, bias_ptr=x, width=64, eps=1e-5, BLOCK=64, LAYER=False, UNIT_OFFSET=False, BIAS=False,
+        RESIDUAL=False, QUANTISED=False, NATIVE=False, num_warps=1,
+    ),
+    lambda: fixed(
+        (4,), x_ptr=x, residual_ptr=x, normed_ptr=x, scale_ptr=x, total_ptr=x, x_stride=64, residual_stride=0
+    ),
 )
 costs = [float("inf")] * len(launches)
 for _ in range(20):  # in turns, and the least counts: others use the processor's caches meanwhile

@@ -1,8 +1,9 @@
-"""Compile the kernels ahead of time for any chip and report their resource usage.
+"""Compile the kernels of torch_cuda ahead of time for any chip and report their resource usage.
 
-    python -m pagoda.backends.torch_cuda.kernels.frame.aot [--chip sm_90] [--most 3] [folder ...]
+    python -m pagoda.benchmarks.gpu.aot.compile [--chip sm_90] [--most 3] [folder ...]
 
-prints one JSON line per kernel, specialisation and chip. TRITON_INTERPRET must not be set.
+prints one JSON line per kernel, specialisation and chip. The specialisations of a kernel are listed in the file of its
+name in `launches`. TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS, Chip, Launch
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS, Chip
+from pagoda.benchmarks.gpu.aot.launch import Launch
 
 TARGETS: Final = tuple(CHIPS)
-_KERNELS: Final = Path(__file__).parents[1]
+_LAUNCHES: Final = Path(__file__).with_name("launches")
 FOLDERS: Final = tuple(
-    sorted(".".join(path.parent.relative_to(_KERNELS).parts) for path in _KERNELS.glob("**/kernel.py"))
+    sorted(".".join(path.relative_to(_LAUNCHES).with_suffix("").parts) for path in _LAUNCHES.glob("*/*.py"))
 )
 _WARP: Final = 32
 
@@ -108,7 +110,7 @@ class CompiledKernel:
 
 def launches(folder: str, chip: Chip) -> dict[str, Launch]:
     """Return a folder's specialisations for a chip, by name."""
-    module = importlib.import_module(f"pagoda.backends.torch_cuda.kernels.{folder}.kernel")
+    module = importlib.import_module(f"pagoda.benchmarks.gpu.aot.launches.{folder}")
     by_name: dict[str, Launch] = module.launches(chip)
     return by_name
 
