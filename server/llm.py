@@ -15,7 +15,7 @@ from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text import chat_template as templates
-from pagoda.common.text.special_text import RenderedChat, render_literal
+from pagoda.common.text.chat_template import RenderedChat, render_literal
 from pagoda.server.api.chat_prompt import checked_tools
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.offline_run import OfflineRun

@@ -17,8 +17,7 @@ from pagoda.common.engine.structured_output.grammar import json_schema
 from pagoda.common.engine.structured_output.guidance import whole_pattern
 from pagoda.common.errors import PromptTooLongError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from pagoda.common.text.chat_template import render_chat, template_of
-from pagoda.common.text.special_text import Messages, RenderedChat, render_literal
+from pagoda.common.text.chat_template import Messages, RenderedChat, render_chat, render_literal, template_of
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import Ignored
 from pagoda.server.http.state import ServerState
