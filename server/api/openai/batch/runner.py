@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from pagoda.common.errors import ConfigError
 from pagoda.server.api.openai.batch.lines import BatchRequest, LineError, answer_line, in_order, parse_line, post
 from pagoda.server.http.errors import HttpError
-from pagoda.server.http.server import OWNER_KEY
+from pagoda.server.http.response import OWNER_KEY
 from pagoda.server.http.state import ServerState
 from pagoda.server.http.stores.files import FileWriter, StoredFile, write_json
 from pagoda.server.processing.queue_use import FairLine

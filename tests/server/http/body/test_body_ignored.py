@@ -13,7 +13,7 @@ from support.servers.live_server import LiveServer, live_server
 from pagoda.server.api.openai.chat import ChatCompletionRequest
 from pagoda.server.api.openai.responses.request import ResponsesRequest
 from pagoda.server.http.body import MAX_IGNORED, Ignored, parse, parse_tolerant
-from pagoda.server.http.server import MAX_HEADER_BYTES, MAX_HEADER_NAMES, header_value
+from pagoda.server.http.response import MAX_HEADER_BYTES, MAX_HEADER_NAMES, header_value
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "a"}
