@@ -1,6 +1,7 @@
 """HTTP responses, whole and streamed, and the ASGI middleware that surrounds every response.
 
 Whole and streamed responses are built from the same outputs, and end when the client disconnects or the server stops.
+In this order: builders of responses, headers, events of streams, `respond`, disconnects, middleware.
 """
 
 from __future__ import annotations
@@ -9,24 +10,29 @@ import asyncio
 import hmac
 import json
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 from urllib.parse import quote
 
 import msgspec
+from msgspec.structs import replace
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.engine.messages import EngineStats
 from pagoda.common.errors import PagodaError, QueueFullError
 from pagoda.common.observe.metrics import Metrics
+from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import IGNORED_STATE, Ignored, note_ignored
 from pagoda.server.http.errors import (
     LOST,
@@ -36,9 +42,10 @@ from pagoda.server.http.errors import (
     error_response,
     http_error,
 )
+from pagoda.server.http.fields import SamplingFields, TokenNames
 from pagoda.server.http.generation import num_prompt_tokens
 from pagoda.server.http.state import MAX_ID_LENGTH, OWNER, ServerState, StopSignal
-from pagoda.server.outputs import PromptLogprobs, RequestOutput, SampleLogprobs
+from pagoda.server.outputs import CompletionOutput, PromptLogprobs, RequestOutput, SampleLogprobs
 
 if TYPE_CHECKING:
     from pagoda.common.observe.tracing import Tracer
@@ -144,6 +151,118 @@ class Usage:
         if self._reasoning is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoning}
         return usage
+
+
+# What chat and text completions have in common, and their best_of.
+
+_MARK: Final = "\ufdd0"
+"""Placeholder of the text in an event's frame: no other string of the frame is exactly this noncharacter."""
+
+
+class TextEvent:
+    """Encodes stream events that differ in one text only, as most tokens' do: the frame is encoded once."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, chunk: Callable[[str], dict[str, Any]]) -> None:
+        parts = encode_json(chunk(_MARK)).split(encode_json(_MARK))
+        self._before = b"data: " + parts[0]
+        self._after = parts[-1] + b"\n\n"
+
+    def __call__(self, text: str) -> bytes:
+        """Return the event with this text."""
+        return self._before + encode_json(text) + self._after
+
+
+class CompletionBuilder(ResponseBuilder):
+    """Base of the builders of chat and text completions."""
+
+    whole_object: ClassVar[str]  # `object` of a whole response
+    chunk_object: ClassVar[str]  # `object` of a stream chunk
+
+    def __init__(
+        self, request: SamplingFields, response_id: str, model: str, config: ServerConfig, tokenizer: Tokenizer | None
+    ) -> None:
+        self.usage = Usage(details=config.enable_prompt_tokens_details)
+        self._id = response_id
+        self._created = int(time.time())
+        self._model = model
+        self._n = request.n or 1
+        as_ids = request.return_tokens_as_token_ids
+        self._as_ids = config.return_tokens_as_token_ids if as_ids is None else as_ids
+        self._tokenizer = tokenizer
+        options = request.stream_options or None  # of batches, which are not streamed, at most {}
+        self._reports_usage = config.enable_force_include_usage or bool(options is not None and options.include_usage)
+        self._reports_running_usage = config.enable_force_include_usage or (
+            self._reports_usage and options is not None and bool(options.continuous_usage_stats)
+        )
+
+    @cached_property
+    def _names(self) -> TokenNames:
+        return TokenNames(self._tokenizer, as_ids=bool(self._as_ids))
+
+    def usage_chunk(self) -> dict[str, Any] | None:
+        """Return the last chunk of a stream, without choices; None when usage is not reported."""
+        return self._frame(self.chunk_object, []) | {"usage": self.usage.as_dict()} if self._reports_usage else None
+
+    def _index(self, prompt_index: int, completion: CompletionOutput) -> int:
+        """Return the index of a choice: n per prompt."""
+        return prompt_index * self._n + completion.index
+
+    def _frame(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return a stream chunk; its usage is null if only the last chunk reports it."""
+        chunk = self._frame(self.chunk_object, [choice])
+        if self._reports_usage:
+            chunk["usage"] = self.usage.as_dict() if self._reports_running_usage else None
+        return chunk
+
+    def _whole(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return a whole response; fields that only other servers set are null."""
+        unset = dict.fromkeys(
+            ("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics")
+        )
+        usage = {"prompt_tokens_details": None, "completion_tokens_details": None} | self.usage.as_dict()
+        return self._frame(self.whole_object, choices) | unset | {"usage": usage}
+
+
+def best_of(builder: CompletionBuilder, body: SamplingFields) -> ResponseBuilder:
+    """Return a builder that keeps the n best of `best_of` choices, if requested."""
+    return BestOf(builder, body.n or 1, builder.usage) if body.selects_best else builder
+
+
+class BestOf:
+    """A ResponseBuilder that keeps the `n` choices with the highest cumulative log-probability. Not for streams."""
+
+    def __init__(self, builder: ResponseBuilder, n: int, usage: Usage) -> None:
+        self._builder = builder
+        self._n = n
+        self._usage = usage  # counts the dropped choices, too
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        """Raise: the best are only known at the end."""
+        raise NotImplementedError("best_of is not streamed")
+
+    def usage_chunk(self) -> dict[str, Any] | None:
+        return self._builder.usage_chunk()
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        """Add the best choices of a final output."""
+        ranked = sorted(output.outputs, key=_negative_logprob)
+        kept = ranked[: self._n]
+        dropped = ranked[self._n :]
+        self._usage.count_dropped(sum(len(each.token_ids) for each in dropped))
+        outputs = [replace(each, index=index) for index, each in enumerate(kept)]
+        self._builder.add(prompt_index, replace(output, outputs=outputs))
+
+    def whole(self) -> dict[str, Any]:
+        return self._builder.whole()
+
+
+def _negative_logprob(choice: CompletionOutput) -> float:
+    return -(choice.cumulative_logprob or 0.0)
 
 
 # Response headers.

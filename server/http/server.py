@@ -15,6 +15,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import uvicorn
@@ -163,15 +164,25 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections on the sockets, which must be bound."""
         limit = max_connections(self._config)
+        make_protocol = partial(
+            BoundedProtocol,
+            self._config,
+            self._connections,
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},  # each request copies it
+        )
         self._acceptors = [
             Acceptor(
-                *(each, self._protocol, self._connections),
+                listener,
+                make_protocol,
+                self._connections,
                 limit=limit,
                 handshake_seconds=self._config.timeout_headers,
-                tls=None if self._tls is None or each is self.private else self._tls.current,
+                tls=None if self._tls is None or listener is self.private else self._tls.current,
                 at_once=self._at_once,
             )
-            for each in sockets or ()
+            for listener in sockets or ()
         ]
         self.started = True
 
@@ -204,15 +215,6 @@ class HttpServer(uvicorn.Server):
                 return False
             await asyncio.sleep(_POLL_SECONDS)
         return True
-
-    def _protocol(self, only_probes: bool) -> BoundedProtocol:
-        return BoundedProtocol(
-            *(self._config, self._connections),
-            only_probes=only_probes,
-            config=self.config,
-            server_state=self.server_state,
-            app_state={},
-        )
 
 
 class _SilentPaths(logging.Filter):

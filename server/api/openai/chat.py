@@ -39,7 +39,6 @@ from pagoda.server.api.openai.chat_variants import (
     own_name_of_functions,
     with_tool_calls,
 )
-from pagoda.server.api.openai.response import CompletionBuilder, TextEvent, best_of, output_source
 from pagoda.server.http.body import (
     MAX_LIST_OBJECTS,
     Ignored,
@@ -55,7 +54,8 @@ from pagoda.server.http.fields import (
     check_template_kwargs,
     prompt_logprobs,
 )
-from pagoda.server.http.response import respond
+from pagoda.server.http.generation import output_source
+from pagoda.server.http.response import CompletionBuilder, TextEvent, best_of, respond
 from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.output_parser import OutputParser
