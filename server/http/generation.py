@@ -23,6 +23,7 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.request_bounds import MAX_N
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.async_llm import LONG_TEXT
+from pagoda.server.core_client.client import Load
 from pagoda.server.http.body import Ignored
 from pagoda.server.http.fields import SamplingFields
 from pagoda.server.http.state import OWNER, ServerState
@@ -31,7 +32,6 @@ from pagoda.server.processing.beams import BeamText, candidates_of, check_engine
 from pagoda.server.processing.inputs import Prompt, PromptType, RequestOrigin
 from pagoda.server.processing.output_processor import RequestStream
 from pagoda.server.processing.pooling_rules import resolve_task
-from pagoda.server.processing.queue_use import Load
 
 logger = logging.getLogger(__name__)
 

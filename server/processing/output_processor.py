@@ -29,6 +29,7 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from pagoda.common.text.detokenizer import Detokenizer, TokenPieces
 from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.core_client.client import QueueUse, last_of_most
 from pagoda.server.outputs import (
     AnswerMetrics,
     CompletionOutput,
@@ -42,7 +43,6 @@ from pagoda.server.outputs import (
     SampleLogprobs,
 )
 from pagoda.server.processing.inputs import PreparedRequest
-from pagoda.server.processing.queue_use import QueueUse, last_of_most
 
 if TYPE_CHECKING:
     from pagoda.common.observe.tracing import RequestTrace, Tracer
