@@ -70,8 +70,8 @@ from pagoda.server.processing.inputs import (
 )
 from pagoda.server.processing.output_processor import AsyncRequests, RequestStream, clear_events
 from pagoda.server.processing.workers.grammar_check import MAX_WAITING, GrammarCheck, check_of
-from pagoda.server.processing.workers.template_renderer import TemplateRenderer
 from pagoda.server.processing.workers.waiting_lines import TextThreads
+from pagoda.server.processing.workers.worker import TemplateRenderer
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer

@@ -34,7 +34,7 @@ from pagoda.server.parsers.parser import (
 )
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
 from pagoda.server.processing.inputs import Prompt, encode_kept, max_prompt_tokens
-from pagoda.server.processing.workers.template_renderer import Lane
+from pagoda.server.processing.workers.worker import Lane
 from pagoda.server.vllm.parser_interface import ChatCompletionToolsParam, ParserRequest, named_choice
 from pagoda.server.vllm.parser_plugins import VllmReasoningFormat, VllmToolFormat
 

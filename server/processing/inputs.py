@@ -46,7 +46,7 @@ from pagoda.server.parsers.registry import reasoning_format
 from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
-from pagoda.server.processing.workers.template_renderer import TemplateRenderer
+from pagoda.server.processing.workers.worker import TemplateRenderer
 from pagoda.server.settings.plugins import param_checks, read_arguments
 
 logger = logging.getLogger(__name__)
