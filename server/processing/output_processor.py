@@ -27,8 +27,7 @@ from pagoda.common.engine.pooling.values import Pooled
 from pagoda.common.errors import AbortedError, EngineDeadError, RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-from pagoda.common.text.detokenizer import Detokenizer, TokenPieces
-from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.common.text.tokenizer import Detokenizer, Tokenizer, TokenPieces
 from pagoda.server.core_client.client import QueueUse, last_of_most
 from pagoda.server.outputs import (
     AnswerMetrics,
