@@ -32,7 +32,7 @@ from pagoda.server.core_client.client import (
     QueueLimits,
     displaced,
 )
-from pagoda.server.ipc_messages import (
+from pagoda.server.core_client.ipc_messages import (
     Abort,
     AdapterState,
     AddRequest,

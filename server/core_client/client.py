@@ -30,7 +30,7 @@ from pagoda.common.errors import (
     RequestError,
     SleepError,
 )
-from pagoda.server.ipc_messages import (
+from pagoda.server.core_client.ipc_messages import (
     NO_OTHERS,
     Command,
     EngineInfo,

@@ -40,7 +40,7 @@ from pagoda.common.text.chat_template import render_chat
 from pagoda.common.text.literal_stretches import Span, without_start
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.core_client.client import Load
-from pagoda.server.ipc_messages import EncoderInfo, EngineInfo, PoolingInfo
+from pagoda.server.core_client.ipc_messages import EncoderInfo, EngineInfo, PoolingInfo
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import reasoning_format
 from pagoda.server.processing.pooling_rules import pooling_rules

@@ -25,9 +25,9 @@ from pagoda.server.core_client.client import (
     QueueUse,
     last_of_most,
 )
+from pagoda.server.core_client.ipc_messages import OtherUse
 from pagoda.server.http import state
 from pagoda.server.http.state import queue_limits
-from pagoda.server.ipc_messages import OtherUse
 from pagoda.server.processing.workers.grammar_check import GrammarCheck
 
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}

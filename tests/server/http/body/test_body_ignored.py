@@ -127,7 +127,7 @@ def test_no_header_without_ignored_parts(server: LiveServer, path: str, body: di
 
 def test_ignored_parts_are_logged_and_counted(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     before = counts(server)
-    with caplog.at_level(logging.DEBUG, "pagoda.server.http.server"):
+    with caplog.at_level(logging.DEBUG, "pagoda.server.http.response"):
         server.post(CHAT, BODIES[CHAT] | {"a\nb": 1, "c": 2, "store": True, "tools": [{"type": "web_search"}]})
     assert [record.getMessage() for record in caplog.records] == [
         f"POST {CHAT}: ignored a%0Ab, c, store, tools[type=web_search]"
