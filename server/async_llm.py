@@ -22,8 +22,17 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.core_client import start_engine
-from pagoda.server.core_client.client import Admission, AsyncSleep, CoreClientAsync, EngineClient, Gate
-from pagoda.server.ipc_messages import (
+from pagoda.server.core_client.client import (
+    Admission,
+    AsyncSleep,
+    CoreClientAsync,
+    EngineClient,
+    Gate,
+    Load,
+    QueueLimits,
+    displaced,
+)
+from pagoda.server.core_client.ipc_messages import (
     Abort,
     AdapterState,
     AddRequest,
@@ -60,10 +69,9 @@ from pagoda.server.processing.inputs import (
     with_text,
 )
 from pagoda.server.processing.output_processor import AsyncRequests, RequestStream, clear_events
-from pagoda.server.processing.queue_use import Load, QueueLimits, displaced
 from pagoda.server.processing.workers.grammar_check import MAX_WAITING, GrammarCheck, check_of
-from pagoda.server.processing.workers.template_renderer import TemplateRenderer
-from pagoda.server.processing.workers.text_threads import TextThreads
+from pagoda.server.processing.workers.waiting_lines import TextThreads
+from pagoda.server.processing.workers.worker import TemplateRenderer
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer

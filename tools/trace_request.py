@@ -4,12 +4,15 @@
 
 A server with a tiny engine (tests/support/servers/live_server.py) runs in this process; after two warm-up requests one
 is traced in all threads but the client's. A file counts if a function of it is called by the product (calls by the
-fake backend do not count), not if it is only imported.
+fake backend do not count), not if it is only imported. A coroutine that began before the request, such as the main loop
+of the server, does not count when it goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import dis
+import inspect
 import os
 import sys
 import threading
@@ -24,6 +27,8 @@ BODY: Final = {"model": "fake", "messages": [{"role": "user", "content": "hello"
 WARM_UP: Final = 2
 TESTS: Final = f"{os.sep}tests{os.sep}"
 
+GENERATORS: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
 CARRIERS_IN: Final = ("ChatCompletionRequest", "Conversation", "ChatPrompt", "PreparedRequest", "EngineRequest")
 CARRIERS_OUT: Final = ("EngineOutput", "SequenceState", "CompletionOutput", "RequestOutput", "_ChatChoice")
 """Types into which a chat request and its output are packed on their way; each hand-off is one of them."""
@@ -36,16 +41,26 @@ class Tracer:
         self.on = False
         self.calls: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
         self._paths: dict[str, str | None] = {}
+        self._starts: dict[CodeType, int] = {}  # offset of a generator's first instruction
 
     def start(self) -> None:
         """Trace every thread that starts from now on."""
         threading.setprofile(self._profile)
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        if self.on and event == "call":
+        if self.on and event == "call" and self._begins(frame):
             path = self._product_path(frame.f_code)
             if path is not None and not self._is_test(frame.f_back):
                 self.calls[threading.current_thread().name][path, frame.f_code.co_qualname] += 1
+
+    def _begins(self, frame: FrameType) -> bool:
+        """Return whether a call is the first of its frame: a coroutine is called again each time that it goes on."""
+        code = frame.f_code
+        if not code.co_flags & GENERATORS:
+            return True
+        if code not in self._starts:
+            self._starts[code] = next(each.offset for each in dis.get_instructions(code) if each.opname == "RESUME")
+        return frame.f_lasti <= self._starts[code]
 
     @staticmethod
     def _is_test(caller: FrameType | None) -> bool:

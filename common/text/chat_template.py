@@ -1,28 +1,26 @@
-"""Render chat messages to prompt text with the model's jinja template.
+"""Render chat messages to prompt text with the model's jinja template, which runs in `template_sandbox`.
 
-The rendered text must be encoded without adding special tokens: the template writes them itself.
+The rendered text must be encoded without adding special tokens: the template writes them itself. Special tokens that
+stand in a message are text: `render_literal` returns where they are.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import jinja2
-from jinja2 import filters, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import nodes
 
 from pagoda.common.errors import ConfigError, RequestError
+from pagoda.common.text.literal_stretches import Span
+from pagoda.common.text.template_sandbox import compile_template, parse_template
 
 if TYPE_CHECKING:
     from pagoda.common.text.tokenizer import Tokenizer
@@ -443,261 +441,208 @@ def plain_json(path: str, value: object) -> Any:
     raise RequestError(field, f"{path} contains a {type(value).__name__}, which is not a JSON value")
 
 
-# The sandbox: a template is untrusted code. Jinja's immutable sandbox isolates it from the interpreter; the limits here
-# bound steps (loop iterations and calls) and seconds per rendering, and characters per value.
-
-MAX_STEPS: Final = 1_000_000
-CALL_STEPS: Final = 4
-"""Cost of a call, in loop iterations."""
-MAX_SECONDS: Final = 10.0
-MAX_CHARS: Final = 1 << 24
-"""Maximum length of any value, including the output."""
-MAX_INT_BITS: Final = 4096
-
-_WIDE_FORMAT: Final = re.compile(r"\d{5}|\*|\{[^{}]*\{")
-"""Format strings with a width above 9999, or with a width taken from an argument."""
-
-
-class TemplateLimitError(jinja2.TemplateError):
-    """A template exceeded a limit."""
-
-
-def parse_template(source: str) -> nodes.Template:
-    """Return a template's syntax tree. Raises jinja2.TemplateSyntaxError."""
-    return _ENVIRONMENT.parse(source)
-
-
-def compile_template(source: str) -> jinja2.Template:
-    """Return a template ready to render, instrumented with the limits. Raises jinja2.TemplateSyntaxError."""
-    tree = parse_template(source)
-    for loop in tree.find_all(nodes.For):
-        loop.iter = _filtered(loop.iter, _count_iterations.__name__)
-    for joined in list(tree.find_all(nodes.Concat)):
-        joined.nodes = [_filtered(nodes.Concat(joined.nodes, lineno=joined.lineno), _check_length.__name__)]
-    return _ENVIRONMENT.from_string(tree)
-
-
-def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
-    assert isinstance(node, nodes.Expr)
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
-
-
-class _Budget:
-    """Remaining steps and time of one rendering."""
-
-    __slots__ = ("_deadline", "_steps")
-
-    def __init__(self) -> None:
-        self._steps = MAX_STEPS
-        self._deadline = time.monotonic() + MAX_SECONDS
-
-    def spend(self, steps: int) -> None:
-        self._steps -= steps
-        if self._steps < 0 or time.monotonic() > self._deadline:
-            raise TemplateLimitError(f"the chat template runs too long (more than {MAX_STEPS} steps)")
-
-
-class _BudgetContext(Context):
-    """A rendering's variables and its budget, which nested scopes share."""
-
-    budget: _Budget
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.budget = _Budget()
-
-    def derived(self, locals: dict[str, Any] | None = None) -> Context:
-        inner = super().derived(locals)
-        assert isinstance(inner, _BudgetContext)
-        inner.budget = self.budget
-        return inner
-
-
-class _LimitedSandbox(ImmutableSandboxedEnvironment):
-    context_class = _BudgetContext
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _check_operands(operator, left, right)
-        return super().call_binop(context, operator, left, right)
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - jinja's names
-        assert isinstance(__context, _BudgetContext)
-        __context.budget.spend(CALL_STEPS)
-        text = getattr(__obj, "__self__", None)
-        if isinstance(text, str):
-            args = _check_method(text, __obj.__name__, args, kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        wrapped = super().wrap_str_format(value)
-        if wrapped is not None:
-            _check_format(value.__self__)
-        return wrapped
-
-    @staticmethod
-    def concat(pieces: Iterable[str]) -> str:
-        """Join the output of a template, macro or block."""
-        output: list[str] = []
-        length = 0
-        for piece in pieces:
-            output.append(piece)
-            length += len(piece)
-            if length > MAX_CHARS:
-                _too_long()
-        return "".join(output)
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks assistant text for training; here it has no effect."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja declares it per instance
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _too_long() -> NoReturn:
-    raise TemplateLimitError(f"the chat template builds a text of more than {MAX_CHARS} characters")
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_CHARS:
-        _too_long()
-
-
-def _check_operands(operator: str, left: Any, right: Any) -> None:
-    """Reject an operation with an oversized result before it is computed."""
-    if operator == "%" and isinstance(left, str):
-        _check_format(left)
-    elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
-        _check_size(len(left) + len(right))
-    elif isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
-        if operator in ("*", "**") and bits > MAX_INT_BITS:
-            raise TemplateLimitError("the chat template computes too large a number")
-    elif operator == "*":
-        for text, times in ((left, right), (right, left)):
-            if hasattr(text, "__len__") and isinstance(times, int):
-                _check_size(len(text) * max(times, 0))
-
-
-def _check_format(text: str) -> None:
-    if _WIDE_FORMAT.search(text):
-        raise TemplateLimitError("the chat template formats with too large or a computed width")
-
-
-def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Reject a string method call with an oversized result. Return its arguments, with iterators turned into lists."""
-    if name == "translate":
-        raise TemplateLimitError("chat templates may not use str.translate")
-    if name == "join" and args:
-        args = (list(args[0]),)
-        _check_size(_joined_length(text, args[0]))
-    elif name == "replace" and len(args) > 1:
-        _check_size(_replaced_length(text, args[0], args[1]))
-    elif name in ("center", "ljust", "rjust", "zfill", "expandtabs"):
-        for width in (*args, *kwargs.values()):
-            if isinstance(width, int):
-                _check_size(width * (1 + text.count("\t") if name == "expandtabs" else 1))
-    return args
-
-
-def _joined_length(separator: str, items: list[Any]) -> int:
-    return len(separator) * len(items) + sum(len(item) for item in items if hasattr(item, "__len__"))
-
-
-def _replaced_length(text: str, old: Any, new: Any) -> int:
-    return len(text) + text.count(str(old)) * len(str(new))
-
-
-@jinja2.pass_context
-def _count_iterations(context: Context, items: Any) -> Any:
-    """Charge a loop's iterations: at once if their number is known, else one by one."""
-    assert isinstance(context, _BudgetContext)
-    if not hasattr(items, "__len__"):
-        return _counted(context.budget, items)
-    context.budget.spend(len(items))
-    return items
-
-
-def _counted(budget: _Budget, items: Iterable[Any]) -> Iterator[Any]:
-    for item in items:
-        budget.spend(1)
-        yield item
-
-
-def _check_length(text: str) -> str:
-    _check_size(len(text))
-    return text
-
-
-@functools.wraps(filters.do_replace)
-def _replace(eval_ctx: Any, s: Any, old: Any, new: Any, count: int | None = None) -> str:
-    _check_size(_replaced_length(str(s), old, new))
-    return filters.do_replace(eval_ctx, s, old, new, count)
-
-
-@functools.wraps(filters.sync_do_join)
-def _join(eval_ctx: Any, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
-    items = list(value)
-    _check_size(_joined_length(str(d), items))
-    return filters.sync_do_join(eval_ctx, items, d, attribute)
-
-
-def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    _check_size(len(s) + (1 + s.count("\n")) * (width if isinstance(width, int) else len(width)))
-    return filters.do_indent(s, width, first, blank)
-
-
-def _center(value: str, width: int = 80) -> str:
-    _check_size(width)
-    return filters.do_center(value, width)
-
-
-def _format(value: str, *args: Any, **kwargs: Any) -> str:
-    _check_format(value)
-    return filters.do_format(value, *args, **kwargs)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without HTML or ASCII escapes, as models were trained on."""
-    if indent is not None and indent > 100:
-        raise TemplateLimitError("the chat template indents JSON by more than 100")
-    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    if indent is None:
-        return _check_length(encoder.encode(value))
-    return _LimitedSandbox.concat(encoder.iterencode(value))  # indentation multiplies the length of nested values
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    _check_size(len(format) * 100)
-    return datetime.now().strftime(format)
-
-
-def _environment() -> _LimitedSandbox:
-    environment = _LimitedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
-    for function in (_count_iterations, _check_length):
-        environment.filters[function.__name__] = function
-    environment.filters.update(
-        replace=_replace, join=_join, indent=_indent, center=_center, format=_format, tojson=_tojson
+# The text of special tokens in chat messages stays text.
+#
+# A template puts messages and its own special tokens into one text, which is then tokenised. Where a message that the
+# application did not write contains the text of a special token, the conversation is rendered again with a marker in
+# its place: the special tokens in this rendering are the template's, and its markers are those of the messages. Both
+# renderings have the same sequence of them, which tells the one from the other in the prompt's text.
+
+TRUSTED_ROLES: Final = frozenset({"system", "developer", "assistant"})
+"""Roles whose messages the application or the model wrote: special tokens in them are parsed."""
+
+_NONCE_CHARS: Final = 4
+_PRIVATE: Final = (0xF0000, 0xFFFE)  # first code point and number of a plane for private use
+_KINDS: Final = (0x100000, 0xFFFE)  # the same of another plane: which special token a marker stands for
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A prompt's text and where special tokens in it are text of messages, in order."""
+
+    text: str
+    literal: tuple[Span, ...] = ()
+
+
+def render_literal(
+    tokenizer: Tokenizer,
+    messages: Messages,
+    documents: Messages | None,
+    render: Callable[[Messages, Messages | None], str],
+) -> RenderedChat:
+    """Return what `render` makes of messages and documents, and which special tokens in it stay text.
+
+    These are the ones in documents and in messages of all roles but TRUSTED_ROLES. Raises RequestError as `render`
+    does, and if a template changes a message such that its special tokens cannot be told from the template's.
+    """
+    text = render(messages, documents)
+    pattern = tokenizer.special_pattern
+    try:
+        if pattern is None or not any(pattern.search(each) for each in _untrusted_texts(messages, documents)):
+            return RenderedChat(text)
+        return RenderedChat(text, _literal_spans(pattern, text, messages, documents, render))
+    except RecursionError:
+        raise RequestError("messages", "the messages are nested too deeply") from None
+
+
+def _literal_spans(
+    pattern: re.Pattern[str],
+    text: str,
+    messages: Messages,
+    documents: Messages | None,
+    render: Callable[[Messages, Messages | None], str],
+) -> tuple[Span, ...]:
+    """Return where special tokens in the rendered `text` are text of messages. Raises RequestError."""
+    markers = _Markers(pattern, text)
+    read: list[list[_Found]] = []
+    for joins in (True, False):
+        shown = [markers.in_message(each, joins) for each in messages]
+        found = markers.found(render(shown, markers.in_value(documents)))
+        if found not in read:
+            read.append(found)
+    plain = [_Found(match[0], False) for match in pattern.finditer(text)]
+    own = [each for each in read[0] if not each.is_literal]  # the template's, as no message has any in this rendering
+    for found in (*read, plain):
+        same = [each.text for each in found] == [each.text for each in plain]
+        if same and [each for each in found if not each.is_literal] == own:
+            spans = (match.span() for match in pattern.finditer(text))
+            return tuple(span for span, each in zip(spans, found) if each.is_literal)
+    raise RequestError(
+        "messages",
+        f"the chat template changes a message that contains the special token {markers.example!r}, so that it cannot "
+        "be told from the template's; remove it from the message",
     )
-    for name in ("urlize", "xmlattr", "batch", "slice", "wordwrap", "random"):
-        del environment.filters[name]
-    del environment.globals["lipsum"]
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    return environment
 
 
-_ENVIRONMENT: Final = _environment()
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A special token in a rendering."""
+
+    text: str
+    is_literal: bool
+
+
+class _Markers:
+    """Puts markers for special tokens into messages and finds them in renderings."""
+
+    def __init__(self, pattern: re.Pattern[str], text: str) -> None:
+        """`text`: the rendered conversation, which has no marker in it."""
+        self._pattern = pattern
+        self._kinds: dict[str, str] = {}  # text of a special token -> marker
+        first, count = _PRIVATE
+        while (nonce := "".join(chr(first + secrets.randbelow(count)) for _ in range(_NONCE_CHARS))) in text:
+            pass
+        self._nonce = nonce
+        self._marker = re.compile(f"{nonce}[{chr(_KINDS[0])}-{chr(_KINDS[0] + _KINDS[1] - 1)}]")
+
+    @property
+    def example(self) -> str:
+        """The first special token that a marker stands for."""
+        return next(iter(self._kinds), "")
+
+    def in_message(self, message: Mapping[str, Any], joins: bool) -> Mapping[str, Any]:
+        """Return a message with markers. `joins`: also for what is split over its parts, as templates may join them."""
+        if not _is_untrusted(message):
+            return message
+        marked = {key: self.in_value(value) for key, value in message.items()}
+        content = message.get("content")
+        if joins and isinstance(content, list | tuple) and _indexed_texts(content):
+            marked["content"] = self._in_parts(content)
+        return marked
+
+    def in_value(self, value: Any) -> Any:
+        """Return a JSON value with markers in its texts."""
+        if isinstance(value, str):
+            return self._pattern.sub(lambda match: self._marker_of(match[0]), value)
+        if isinstance(value, Mapping):
+            return {self.in_value(key): self.in_value(each) for key, each in value.items()}
+        return [self.in_value(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def found(self, rendered: str) -> list[_Found]:
+        """Return the special tokens of a rendering and its markers, in order."""
+        names = {marker: text for text, marker in self._kinds.items()}
+        found = []
+        start = 0
+        for marker in self._marker.finditer(rendered):
+            between = rendered[start : marker.start()]
+            found += [_Found(match[0], False) for match in self._pattern.finditer(between)]
+            found.append(_Found(names.get(marker[0], ""), True))
+            start = marker.end()
+        return found + [_Found(match[0], False) for match in self._pattern.finditer(rendered[start:])]
+
+    def _in_parts(self, parts: Sequence[Any]) -> list[Any]:
+        """Return parts with markers, where a special token that is split over parts is one in the first of them."""
+        texts = _indexed_texts(parts)
+        joined = "".join(text for _, text in texts)
+        spans = [match.span() for match in self._pattern.finditer(joined)]
+        marked = list(parts)
+        at = 0
+        next_span = 0
+        for index, text in texts:
+            end = at + len(text)
+            pieces = []
+            start = at
+            while next_span < len(spans) and spans[next_span][0] < end:
+                first, last = spans[next_span]
+                pieces.append(joined[start : max(start, first)])
+                if first >= at:
+                    pieces.append(self._marker_of(joined[first:last]))
+                start = min(last, end)
+                if last > end:
+                    break  # it goes on in the next part
+                next_span += 1
+            marked[index] = _with_text(self.in_value(parts[index]), "".join(pieces) + joined[start:end])
+            at = end
+        return marked
+
+    def _marker_of(self, text: str) -> str:
+        first, count = _KINDS
+        if text not in self._kinds:
+            self._kinds[text] = self._nonce + chr(first + len(self._kinds) % count)
+        return self._kinds[text]
+
+
+def _untrusted_texts(messages: Messages, documents: Messages | None) -> Iterable[str]:
+    for message in messages:
+        if _is_untrusted(message):
+            yield from _all_texts(message)
+            content = message.get("content")
+            if isinstance(content, list | tuple) and len(content) > 1:
+                yield "".join(text for _, text in _indexed_texts(content))
+    yield from _all_texts(documents)
+
+
+def _all_texts(value: Any) -> Iterable[str]:
+    """Return all texts in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _all_texts(key)
+            yield from _all_texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _all_texts(each)
+
+
+def _is_untrusted(message: Mapping[str, Any]) -> bool:
+    return isinstance(message, Mapping) and message.get("role") not in TRUSTED_ROLES
+
+
+def _indexed_texts(parts: Sequence[Any]) -> list[tuple[int, str]]:
+    """Return index and text of the parts that are texts."""
+    texts = [(index, _text_of(part)) for index, part in enumerate(parts)]
+    return [(index, text) for index, text in texts if text is not None]
+
+
+def _text_of(part: Any) -> str | None:
+    if isinstance(part, Mapping):
+        kind = part.get("type")
+        part = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
+    return part if isinstance(part, str) else None
+
+
+def _with_text(part: Any, text: str) -> Any:
+    return {**part, TEXT_PARTS[part["type"]]: text} if isinstance(part, Mapping) else text

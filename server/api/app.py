@@ -60,16 +60,18 @@ from pagoda.server.api.pooling.scoring import GenerativeScoringRequest, RerankRe
 from pagoda.server.http.body import RequestBody, harmless_values, is_hint, is_unsupported
 from pagoda.server.http.connections import PROBES
 from pagoda.server.http.errors import ClientDisconnectedError, HttpError, error_response, http_error
-from pagoda.server.http.response import CLIENT_DISCONNECTED, DisconnectMiddleware, json_response
-from pagoda.server.http.server import (
+from pagoda.server.http.response import (
+    CLIENT_DISCONNECTED,
     IGNORED_HEADER,
     ApiKeyMiddleware,
     DirectSendMiddleware,
+    DisconnectMiddleware,
     IgnoredPartsMiddleware,
     OverloadMiddleware,
     RequestIdMiddleware,
     RouteSpellingMiddleware,
     TraceContextMiddleware,
+    json_response,
 )
 from pagoda.server.http.state import ServerState
 from pagoda.server.settings.plugins import load as load_plugin

@@ -11,14 +11,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from pagoda.common.engine.structured_output.grammar import json_schema
 from pagoda.common.engine.structured_output.guidance import whole_pattern
 from pagoda.common.errors import PromptTooLongError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from pagoda.common.text.chat_template import render_chat, template_of
-from pagoda.common.text.special_text import Messages, RenderedChat, render_literal
+from pagoda.common.text.chat_template import Messages, RenderedChat, render_chat, render_literal, template_of
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.body import Ignored
 from pagoda.server.http.state import ServerState
@@ -27,7 +26,10 @@ from pagoda.server.parsers.parser import (
     AdaptsConversation,
     Bracket,
     Brackets,
+    Content,
+    Event,
     LeavesMarkup,
+    OutputReader,
     Parser,
     ReasoningFormat,
     Tool,
@@ -35,7 +37,7 @@ from pagoda.server.parsers.parser import (
 )
 from pagoda.server.parsers.tool.forced import Named, Required, schema_of_named, schema_of_required
 from pagoda.server.processing.inputs import Prompt, encode_kept, max_prompt_tokens
-from pagoda.server.processing.workers.template_renderer import Lane
+from pagoda.server.processing.workers.worker import Lane
 from pagoda.server.vllm.parser_interface import ChatCompletionToolsParam, ParserRequest, named_choice
 from pagoda.server.vllm.parser_plugins import VllmReasoningFormat, VllmToolFormat
 
@@ -78,7 +80,7 @@ class ChatPrompt(Prompt):
     """A rendered conversation, ready for the engine."""
 
     params: SamplingParams
-    reader: Callable[[], OutputParser]  # makes the reader of one sequence's output
+    reader: Callable[[], OutputReader]  # makes the reader of one sequence's output
     last_message: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[Ignored, ...] = ()  # fields of chat completions without effect on this model
 
@@ -109,7 +111,7 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     formats = _OutputFormats(state.reasoning_format, _format_of_calls(state, conversation) if tools else None)
     formats, params = _for_plugins(formats, state, conversation, params)
     parsers = _parsers(formats, conversation, tools, text)
-    reader: Callable[[], OutputParser] = OutputParser
+    reader: Callable[[], OutputReader] = PlainReader
     if parsers:
         reader = _reader(state, parsers, params, parallel=conversation.parallel_tool_calls)
         if not formats.are_plugins:
@@ -362,6 +364,22 @@ def _ignored_budget() -> Ignored:
 
 
 # The reader of the output.
+
+
+class PlainReader:
+    """Reads an output without formats: all of its text is content."""
+
+    __slots__ = ()
+
+    is_plain: ClassVar[bool] = True
+    calls: ClassVar[int] = 0
+    reasoning_tokens: ClassVar[int | None] = None
+
+    def feed(self, text: str, token_ids: Sequence[int] | None = None) -> list[Event]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        return []
 
 
 def _reader(

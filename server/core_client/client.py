@@ -1,4 +1,4 @@
-"""The API process's side of an engine: the client protocol, supervision, and the client of an event loop.
+"""The API process's side of an engine: the client protocol, supervision, the client of an event loop, and admission.
 
 Implementations of the protocol: ProcessClient (process_client) and ThreadClient (engine).
 """
@@ -6,27 +6,31 @@ Implementations of the protocol: ProcessClient (process_client) and ThreadClient
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import logging
+import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar
 
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.engine.core import ASLEEP, SLEEP_TAGS, check_sleep, check_wake_up
-from pagoda.common.engine.messages import EngineStats
+from pagoda.common.engine.messages import KEY_SHARE, OVERLOAD, QUEUED_REQUESTS, QUEUED_TOKENS, EngineStats
 from pagoda.common.errors import (
     EngineDeadError,
     EngineRestartingError,
     EngineUnavailableError,
+    QueueFullError,
     RequestError,
     SleepError,
 )
-from pagoda.server.ipc_messages import (
+from pagoda.server.core_client.ipc_messages import (
     NO_OTHERS,
     Command,
     EngineInfo,
@@ -43,7 +47,6 @@ from pagoda.server.ipc_messages import (
     ToEngine,
     WakeUp,
 )
-from pagoda.server.processing.queue_use import Load, OverLimitError, Overload, QueueLimits, QueueUse
 
 logger = logging.getLogger(__name__)
 
@@ -329,7 +332,7 @@ def restarting(cause: str) -> EngineRestartingError:
     return EngineRestartingError(f"the engine is being restarted: {cause}")
 
 
-# Whether a request is taken now: limit of the queue, paused generation, memory that is asleep.
+# Admission: a request is accepted unless the queue is full, generation is paused, or memory is asleep.
 
 
 class Admission:
@@ -475,3 +478,243 @@ class AsyncSleep:
         reply = await self._engine.call(command)
         if isinstance(reply, SleepState) and reply.error:
             raise SleepError(reply.error)
+
+
+# What unfinished requests use of the queue, in total, by API key and by the caller's request, and the limits on it.
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sequences of a request, and prompt tokens of all of them."""
+
+    sequences: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Load) -> Load:
+        return Load(self.sequences + other.sequences, self.tokens + other.tokens)
+
+    def __sub__(self, other: Load) -> Load:
+        return Load(self.sequences - other.sequences, self.tokens - other.tokens)
+
+
+T = TypeVar("T")
+
+_NOTHING: Final = Load()
+
+CALM_SECONDS: Final = 10.0
+"""How long requests are refused after a refusal for an overload, unless the queue is short again."""
+
+OVERLOAD_QUEUE_DIVISOR: Final = 4
+"""Divides the queue limit while as many requests are refused within CALM_SECONDS as may wait: a queue then adds latency
+only."""
+
+
+class QueueUse:
+    """The loads of unfinished requests. `owner`, `group`: of a request, as in RequestOrigin."""
+
+    def __init__(self) -> None:
+        self.total = _NOTHING
+        self._requests: dict[str, tuple[str, str, Load]] = {}
+        self._owners: dict[str, Load] = {}  # of those with unfinished requests
+        self._groups: dict[str, Load] = {}  # by id, of those without a group
+
+    @property
+    def callers(self) -> int:
+        """Number of callers' requests, however many prompts and sequences they have."""
+        return len(self._groups)
+
+    @property
+    def owners(self) -> Mapping[str, Load]:
+        """The loads of owners with unfinished requests."""
+        return self._owners
+
+    def of(self, owner: str) -> Load:
+        """Return the load of an owner's requests."""
+        return self._owners.get(owner, _NOTHING)
+
+    def of_group(self, group: str) -> Load:
+        """Return the load of the other prompts of a caller's request."""
+        return self._groups.get(group, _NOTHING)
+
+    def add(self, request_id: str, load: Load, owner: str = "", group: str = "") -> None:
+        """Count a request until `remove`. Raises RequestError if its id is in use."""
+        if request_id in self._requests:
+            raise RequestError("request_id", f"request_id {request_id!r} is in use")
+        group = group or request_id
+        self._requests[request_id] = owner, group, load
+        self.total += load
+        self._owners[owner] = self.of(owner) + load
+        self._groups[group] = self.of_group(group) + load
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        """Count requests no longer; unknown ids are skipped."""
+        for request_id in request_ids:
+            if (counted := self._requests.pop(request_id, None)) is None:
+                continue
+            owner, group, load = counted
+            self.total -= load
+            for loads, name in ((self._owners, owner), (self._groups, group)):
+                if name in loads:
+                    loads[name] -= load
+                    if not loads[name].sequences:
+                        del loads[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueLimits:
+    """Bounds on the load of all unfinished requests. None: unlimited."""
+
+    sequences: int | None = None  # --max-num-queued-reqs
+    tokens: int | None = None  # --max-num-queued-tokens
+    waiting: int = 0  # sequences without a slot, above which the server is overloaded
+    overload_seconds: float | None = None  # --max-overload-seconds
+    key_share: float = 1.0  # of each bound, that one key may use
+
+    def share(self, limit: int) -> int:
+        """Return what one key may use of a limit, at least 1."""
+        return max(1, int(limit * self.key_share))
+
+    def check(
+        self,
+        use: QueueUse,
+        load: Load,
+        owner: str = "",
+        group: str = "",
+        others: Load = _NOTHING,
+        others_of_owner: Load = _NOTHING,
+    ) -> None:
+        """Raise OverLimitError if a request does not fit now, RequestError if it never will.
+
+        A request of many prompts never fits if all of them together do not. `others`: load of other API server
+        processes; `others_of_owner`: that part of it which is the owner's.
+        """
+        total = use.total + others
+        own = use.of(owner) + others_of_owner
+        whole = use.of_group(group) + load
+        parts = (
+            ("n", "sequences", load.sequences, whole.sequences, total.sequences, own.sequences, self.sequences),
+            ("prompt", "prompt tokens", load.tokens, whole.tokens, total.tokens, own.tokens, self.tokens),
+        )
+        for field, what, needed, together, used, used_by_key, limit in parts:
+            if limit is None or not needed:
+                continue
+            reason = QUEUED_REQUESTS if field == "n" else QUEUED_TOKENS
+            flag = "--" + reason.replace("_", "-")
+            share = self.share(limit)
+            if together > share:
+                shown = f"{limit} ({flag})" if share == limit else f"{share} ({flag} x --max-key-share)"
+                raise RequestError(field, f"{together} {what} are above the limit of {shown}; send fewer")
+            if used + needed > limit:
+                raise OverLimitError(
+                    reason, f"the server has {used} of {limit} {what} in progress ({flag}); try again later"
+                )
+            if used_by_key + needed > share:
+                raise OverLimitError(
+                    KEY_SHARE,
+                    f"this API key has {used_by_key} of its {share} {what} in progress (--max-key-share); try again "
+                    "later",
+                )
+
+
+class Overload:
+    """Whether more sequences wait for a slot than may, for longer than they may.
+
+    A burst that ends is no overload; for CALM_SECONDS after a refusal no further one is accepted. Nor is one request
+    of many sequences: those of others take turns with it. Once as many later requests were refused as wait above the
+    limit, those are `surplus`: the burst was the begin of an overload. While it goes on the limit is lower.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._running = 0
+        self._since: float | None = None  # more wait than may
+        self._refused = -math.inf
+        self._num_refused = 0  # while more wait than may
+        self._counted_since = -math.inf  # refusals within CALM_SECONDS
+        self._num_counted = 0
+        self._short_until = -math.inf  # the queue limit is divided by OVERLOAD_QUEUE_DIVISOR
+
+    def observe(self, running: int, waiting: int, limits: QueueLimits) -> None:
+        """Take over how many sequences run and wait after a step."""
+        self._running = running
+        if waiting <= limits.waiting:
+            self._since = None
+            self._num_refused = 0
+        elif self._since is None:
+            self._since = self._clock()
+
+    def check(self, limits: QueueLimits, in_progress: int) -> None:
+        """Raise OverLimitError if the server is overloaded. `in_progress`: callers' requests, running ones included."""
+        if limits.overload_seconds is None:
+            return
+        now = self._clock()
+        waiting = in_progress - self._running
+        limit = self._limit(limits, now)
+        if waiting <= limit:
+            return
+        stands = self._since is not None and now - self._since >= limits.overload_seconds
+        if stands or now - self._refused < CALM_SECONDS:
+            self._count(now, limits)
+            raise OverLimitError(
+                OVERLOAD,
+                f"{waiting} requests wait, more than {limit} for over {limits.overload_seconds:g} s "
+                "(--max-overload-seconds); try again later",
+            )
+
+    def _limit(self, limits: QueueLimits, now: float) -> int:
+        return limits.waiting // OVERLOAD_QUEUE_DIVISOR if now < self._short_until else limits.waiting
+
+    def _count(self, now: float, limits: QueueLimits) -> None:
+        self._refused = now
+        self._num_refused += 1
+        if now - self._counted_since >= CALM_SECONDS:
+            self._counted_since = now
+            self._num_counted = 0
+        self._num_counted += 1
+        if self._num_counted >= limits.waiting:
+            self._counted_since = now
+            self._num_counted = 0
+            self._short_until = now + CALM_SECONDS
+
+    def surplus(self, limits: QueueLimits, in_progress: int, own: int) -> int:
+        """Return how many callers' requests of this process are to be refused although they were accepted.
+
+        `in_progress`: as of `check`, `own` of them of this process.
+        """
+        waiting = in_progress - self._running - limits.waiting
+        if not self._num_refused or waiting <= 0:
+            return 0
+        surplus = waiting * own // in_progress
+        return surplus if surplus <= self._num_refused else 0
+
+
+def last_of_most(waiting: Mapping[str, list[T]], count: int) -> list[T]:
+    """Return `count` items, each time the last one of the owner that has most left."""
+    left = [(-len(items), owner) for owner, items in waiting.items() if items]
+    heapq.heapify(left)
+    chosen: list[T] = []
+    while left and len(chosen) < count:
+        length, owner = left[0]
+        chosen.append(waiting[owner][-length - 1])
+        if length == -1:
+            heapq.heappop(left)
+        else:
+            heapq.heapreplace(left, (length + 1, owner))
+    return chosen
+
+
+class OverLimitError(QueueFullError):
+    """A request that does not fit now. `reason`: the limit, one of REJECTION_REASONS."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def displaced() -> OverLimitError:
+    """Return the error of a request that was accepted before it showed that the server is overloaded."""
+    return OverLimitError(
+        OVERLOAD,
+        "the server is overloaded, and this request was among the last of those that wait (--max-overload-seconds); "
+        "try again later",
+    )

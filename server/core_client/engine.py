@@ -39,10 +39,7 @@ from pagoda.common.errors import EngineDeadError, PagodaError, RequestError, Sle
 from pagoda.common.observe.logs import configure
 from pagoda.common.observe.redact import without_secrets
 from pagoda.server.core_client.client import Listener, Supervisor
-from pagoda.server.core_client.memory import MemoryTrimmer
-from pagoda.server.core_client.process_client import SNAPSHOT_SIGNAL, STACK_SIGNAL, bind_private
-from pagoda.server.core_client.shared import ClientRouter, SharedInbox, output_address
-from pagoda.server.ipc_messages import (
+from pagoda.server.core_client.ipc_messages import (
     NO_OTHERS,
     Abort,
     AdapterState,
@@ -73,6 +70,9 @@ from pagoda.server.ipc_messages import (
     encode,
     failure,
 )
+from pagoda.server.core_client.memory import MemoryTrimmer
+from pagoda.server.core_client.process_client import SNAPSHOT_SIGNAL, STACK_SIGNAL, bind_private
+from pagoda.server.core_client.shared import ClientRouter, SharedInbox, output_address
 from pagoda.server.startup.engine import BuiltEngine, build_engine
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,7 @@ from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.engine.messages import EngineOutput, StepOutputs
 from pagoda.common.errors import ConfigError, EngineDeadError
 from pagoda.server.core_client.client import Listener, Supervisor
-from pagoda.server.core_client.private_folder import PrivateFolder
-from pagoda.server.ipc_messages import (
+from pagoda.server.core_client.ipc_messages import (
     NO_OTHERS,
     EngineInfo,
     Failed,
@@ -42,6 +41,7 @@ from pagoda.server.ipc_messages import (
     encode,
     raised,
 )
+from pagoda.server.core_client.private_folder import PrivateFolder
 from pagoda.server.processing.workers.child import describe_exit, engine_env
 
 ENGINE_PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.core_client.engine")

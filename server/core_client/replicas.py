@@ -20,8 +20,7 @@ from pagoda.common.engine.data_parallel import AFFINITY_DIVISOR
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs, total_stats
 from pagoda.common.errors import EngineUnavailableError
 from pagoda.server.core_client.client import Listener, StartingClient
-from pagoda.server.core_client.process_client import ProcessClient
-from pagoda.server.ipc_messages import (
+from pagoda.server.core_client.ipc_messages import (
     NO_OTHERS,
     Abort,
     AddRequest,
@@ -41,6 +40,7 @@ from pagoda.server.ipc_messages import (
     StepReply,
     ToEngine,
 )
+from pagoda.server.core_client.process_client import ProcessClient
 
 _SHORTEST_PREFIX: Final = 64
 """Tokens. Prefixes of this length and of each of its doubles are recognised."""

@@ -13,7 +13,7 @@ from typing import Final
 
 from pagoda.common.errors import EngineDeadError, EngineUnavailableError
 from pagoda.server.core_client.client import Listener, StartingClient, restarting
-from pagoda.server.ipc_messages import EngineInfo, Failed, FromEngine, OtherUse, Ready, Restarting, ToEngine
+from pagoda.server.core_client.ipc_messages import EngineInfo, Failed, FromEngine, OtherUse, Ready, Restarting, ToEngine
 
 logger = logging.getLogger(__name__)
 

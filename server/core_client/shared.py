@@ -16,9 +16,8 @@ import zmq
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.messages import EngineOutput, StepOutputs
 from pagoda.common.errors import EngineDeadError
-from pagoda.server.core_client.client import Supervisor
-from pagoda.server.core_client.process_client import ProcessClient
-from pagoda.server.ipc_messages import (
+from pagoda.server.core_client.client import Load, QueueUse, Supervisor
+from pagoda.server.core_client.ipc_messages import (
     NO_OTHERS,
     Abort,
     AddRequest,
@@ -33,7 +32,7 @@ from pagoda.server.ipc_messages import (
     ToEngine,
     encode,
 )
-from pagoda.server.processing.queue_use import Load, QueueUse
+from pagoda.server.core_client.process_client import ProcessClient
 
 STATS_SECONDS: Final = 0.5
 """Interval at which a client without outputs gets the engine's statistics while it is busy."""

@@ -17,7 +17,7 @@ import time
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -331,8 +331,14 @@ class BoundedProtocol(HttpToolsProtocol):
 # is out of descriptors. Here the connection that has waited longest for a request gives way to a new one, a few
 # descriptors are kept in reserve so that health probes are answered, and failures are logged once in a while.
 
-MakeProtocol = Callable[[bool], BoundedProtocol]
-"""Makes the protocol of a connection; the argument: it answers health probes only."""
+
+class MakeProtocol(Protocol):
+    """Makes the protocol of a connection that is being opened."""
+
+    def __call__(self, *, only_probes: bool) -> BoundedProtocol:
+        """Return the protocol. `only_probes`: see BoundedProtocol."""
+        ...
+
 
 RESERVE: Final = 16
 """Descriptors kept for connections that are accepted when the process has no other left."""
@@ -505,7 +511,7 @@ class Acceptor:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        protocol = self._make(only_probes)
+        protocol = self._make(only_probes=only_probes)
         self._connections.accept(protocol)
         task = self._loop.create_task(self._connect(connection, protocol))
         self._opening.add(task)

@@ -21,8 +21,7 @@ from pagoda.common.sampling_params import (
     StructuredOutputsParams,
 )
 from pagoda.common.text.chat_template import MEDIA_PARTS, TEXT_ONLY, template_kwargs_error
-from pagoda.common.text.detokenizer import TokenPieces
-from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.common.text.tokenizer import Tokenizer, TokenPieces
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
 from pagoda.server.http.client_hints import OTHER_NAMES, ClientHints
 from pagoda.server.outputs import Logprob, LogprobsOnePosition, PromptLogprobs

@@ -1,6 +1,7 @@
 """The prompts of one HTTP request in the engine: queued, logged, and aborted when the client disconnects.
 
-Generation merges the outputs of its prompts into one stream; PoolingBatch returns a list.
+Generation merges the outputs of its prompts into one stream, BeamGeneration searches beams, one step of all prompts
+after the other, and PoolingBatch returns a list.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
 
+from pagoda.common.beam_search import Beam, BeamSearch, BeamSearchParams
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.engine.sampling.extra_samplers import sampler_of
 from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError, RequestTimeoutError
@@ -21,13 +23,15 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.request_bounds import MAX_N
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.async_llm import LONG_TEXT
+from pagoda.server.core_client.client import Load
 from pagoda.server.http.body import Ignored
+from pagoda.server.http.fields import SamplingFields
 from pagoda.server.http.state import OWNER, ServerState
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
+from pagoda.server.processing.beams import BeamText, candidates_of, check_engine, check_prompts, step_params
 from pagoda.server.processing.inputs import Prompt, PromptType, RequestOrigin
 from pagoda.server.processing.output_processor import RequestStream
 from pagoda.server.processing.pooling_rules import resolve_task
-from pagoda.server.processing.queue_use import Load
 
 logger = logging.getLogger(__name__)
 
@@ -346,6 +350,108 @@ class PoolingBatch(PromptBatch):
         submitted = self._llm.submit(request_id, prompt, self._params, self._priority, origin=self._origin)
         self._streams.append(await submitted)
         self._unfinished.append(request_id)
+
+
+def output_source(
+    state: ServerState, body: SamplingFields, request_id: str, prompts: Sequence[PromptType], params: SamplingParams
+) -> Generation | BeamGeneration:
+    """Return the sampling generation or the beam search of a request. Raise RequestError."""
+    body.check_generation_fields()
+    priority = body.priority or 0
+    if not body.use_beam_search:
+        return Generation(state, request_id, prompts, params, model=body.model, priority=priority, user=body.user)
+    search = body.beam_search_params(params, state.llm().max_model_len)
+    text = BeamText(
+        state.tokenizer(),
+        params.skip_special_tokens,
+        params.spaces_between_special_tokens,
+        search.include_stop_str_in_output,
+    )
+    return BeamGeneration(
+        state,
+        request_id,
+        prompts,
+        search,
+        text,
+        model=body.model,
+        cache_salt=body.cache_salt,
+        priority=priority,
+        user=body.user,
+    )
+
+
+class BeamGeneration:
+    """The beam search of one HTTP request, an OutputSource with one final output per prompt.
+
+    Each step generates one token for every live beam, whose prefix is in the prefix cache.
+    """
+
+    ignored: tuple[Ignored, ...] = ()
+
+    def __init__(
+        self,
+        state: ServerState,
+        request_id: str,
+        prompts: Sequence[PromptType],
+        params: BeamSearchParams,
+        text: BeamText,
+        *,
+        model: str | None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        user: str | None = None,
+    ) -> None:
+        check_engine(state.llm().config.model, params, state.llm().info)
+        check_prompts(prompts)
+        self._state = state
+        self._prompts = prompts
+        self._params = params
+        self._text = text
+        self._salt = cache_salt
+        self._model = model
+        self._priority = priority
+        self._user = user
+        self.request_id = request_id
+        self._began = asyncio.get_running_loop().time()
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield (prompt index, output with all beams) at the end. Raises as Generation.outputs does."""
+        first = await self._step(self._prompts)
+        ids = [output.prompt_token_ids or [] for output in first]
+        llm = self._state.llm()
+        searches = [BeamSearch(self._params, llm.end_token_ids, llm.max_model_len - len(each)) for each in ids]
+        for search, output in zip(searches, first):
+            search.take([candidates_of(output)])
+        while any(not search.finished for search in searches):
+            owners = [index for index, search in enumerate(searches) if not search.finished for _ in search.live]
+            beams = [beam for search in searches if not search.finished for beam in search.live]
+            outputs = await self._step(
+                [self._prompt(ids[owner], beam) for owner, beam in zip(owners, beams, strict=True)]
+            )
+            for index in dict.fromkeys(owners):
+                searches[index].take([candidates_of(o) for o, owner in zip(outputs, owners) if owner == index])
+        for index, (search, output) in enumerate(zip(searches, first)):
+            output.outputs = self._text.completions(ids[index], search.best())
+            yield index, output
+
+    def _prompt(self, prompt_token_ids: list[int], beam: Beam) -> Prompt:
+        return Prompt(None, [*prompt_token_ids, *beam.token_ids], self._salt)
+
+    async def _step(self, prompts: Sequence[PromptType]) -> list[RequestOutput]:
+        generation = Generation(
+            self._state,
+            self.request_id,
+            prompts,
+            step_params(self._params),
+            model=self._model,
+            priority=self._priority,
+            user=self._user,
+            began=self._began,
+        )
+        outputs = await generation.final_outputs()
+        if any(output.outputs[0].finish_reason == "abort" for output in outputs):
+            raise RequestError("", "the beam search was aborted")
+        return outputs
 
 
 async def _merged(streams: Sequence[RequestStream[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

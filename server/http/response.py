@@ -1,29 +1,54 @@
-"""HTTP responses, whole and streamed: both are built from the same outputs, and end when the client disconnects or the
-server stops."""
+"""HTTP responses, whole and streamed, and the ASGI middleware that surrounds every response.
+
+Whole and streamed responses are built from the same outputs, and end when the client disconnects or the server stops.
+In this order: builders of responses, headers, events of streams, `respond`, disconnects, middleware.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from functools import cached_property
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 from urllib.parse import quote
 
 import msgspec
+from msgspec.structs import replace
+from starlette._utils import get_route_path
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.engine.messages import EngineStats
-from pagoda.common.errors import PagodaError
-from pagoda.server.http.body import Ignored, note_ignored
-from pagoda.server.http.errors import LOST, ClientDisconnectedError, UnavailableError, http_error
+from pagoda.common.errors import PagodaError, QueueFullError
+from pagoda.common.observe.metrics import Metrics
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.http.body import IGNORED_STATE, Ignored, note_ignored
+from pagoda.server.http.errors import (
+    LOST,
+    ClientDisconnectedError,
+    HttpError,
+    UnavailableError,
+    error_response,
+    http_error,
+)
+from pagoda.server.http.fields import SamplingFields, TokenNames
 from pagoda.server.http.generation import num_prompt_tokens
-from pagoda.server.http.state import ServerState, StopSignal
-from pagoda.server.outputs import PromptLogprobs, RequestOutput, SampleLogprobs
+from pagoda.server.http.state import MAX_ID_LENGTH, OWNER, ServerState, StopSignal
+from pagoda.server.outputs import CompletionOutput, PromptLogprobs, RequestOutput, SampleLogprobs
+
+if TYPE_CHECKING:
+    from pagoda.common.observe.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +151,118 @@ class Usage:
         if self._reasoning is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoning}
         return usage
+
+
+# What chat and text completions have in common, and their best_of.
+
+_MARK: Final = "\ufdd0"
+"""Placeholder of the text in an event's frame: no other string of the frame is exactly this noncharacter."""
+
+
+class TextEvent:
+    """Encodes stream events that differ in one text only, as most tokens' do: the frame is encoded once."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, chunk: Callable[[str], dict[str, Any]]) -> None:
+        parts = encode_json(chunk(_MARK)).split(encode_json(_MARK))
+        self._before = b"data: " + parts[0]
+        self._after = parts[-1] + b"\n\n"
+
+    def __call__(self, text: str) -> bytes:
+        """Return the event with this text."""
+        return self._before + encode_json(text) + self._after
+
+
+class CompletionBuilder(ResponseBuilder):
+    """Base of the builders of chat and text completions."""
+
+    whole_object: ClassVar[str]  # `object` of a whole response
+    chunk_object: ClassVar[str]  # `object` of a stream chunk
+
+    def __init__(
+        self, request: SamplingFields, response_id: str, model: str, config: ServerConfig, tokenizer: Tokenizer | None
+    ) -> None:
+        self.usage = Usage(details=config.enable_prompt_tokens_details)
+        self._id = response_id
+        self._created = int(time.time())
+        self._model = model
+        self._n = request.n or 1
+        as_ids = request.return_tokens_as_token_ids
+        self._as_ids = config.return_tokens_as_token_ids if as_ids is None else as_ids
+        self._tokenizer = tokenizer
+        options = request.stream_options or None  # of batches, which are not streamed, at most {}
+        self._reports_usage = config.enable_force_include_usage or bool(options is not None and options.include_usage)
+        self._reports_running_usage = config.enable_force_include_usage or (
+            self._reports_usage and options is not None and bool(options.continuous_usage_stats)
+        )
+
+    @cached_property
+    def _names(self) -> TokenNames:
+        return TokenNames(self._tokenizer, as_ids=bool(self._as_ids))
+
+    def usage_chunk(self) -> dict[str, Any] | None:
+        """Return the last chunk of a stream, without choices; None when usage is not reported."""
+        return self._frame(self.chunk_object, []) | {"usage": self.usage.as_dict()} if self._reports_usage else None
+
+    def _index(self, prompt_index: int, completion: CompletionOutput) -> int:
+        """Return the index of a choice: n per prompt."""
+        return prompt_index * self._n + completion.index
+
+    def _frame(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return a stream chunk; its usage is null if only the last chunk reports it."""
+        chunk = self._frame(self.chunk_object, [choice])
+        if self._reports_usage:
+            chunk["usage"] = self.usage.as_dict() if self._reports_running_usage else None
+        return chunk
+
+    def _whole(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return a whole response; fields that only other servers set are null."""
+        unset = dict.fromkeys(
+            ("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics")
+        )
+        usage = {"prompt_tokens_details": None, "completion_tokens_details": None} | self.usage.as_dict()
+        return self._frame(self.whole_object, choices) | unset | {"usage": usage}
+
+
+def best_of(builder: CompletionBuilder, body: SamplingFields) -> ResponseBuilder:
+    """Return a builder that keeps the n best of `best_of` choices, if requested."""
+    return BestOf(builder, body.n or 1, builder.usage) if body.selects_best else builder
+
+
+class BestOf:
+    """A ResponseBuilder that keeps the `n` choices with the highest cumulative log-probability. Not for streams."""
+
+    def __init__(self, builder: ResponseBuilder, n: int, usage: Usage) -> None:
+        self._builder = builder
+        self._n = n
+        self._usage = usage  # counts the dropped choices, too
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        """Raise: the best are only known at the end."""
+        raise NotImplementedError("best_of is not streamed")
+
+    def usage_chunk(self) -> dict[str, Any] | None:
+        return self._builder.usage_chunk()
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        """Add the best choices of a final output."""
+        ranked = sorted(output.outputs, key=_negative_logprob)
+        kept = ranked[: self._n]
+        dropped = ranked[self._n :]
+        self._usage.count_dropped(sum(len(each.token_ids) for each in dropped))
+        outputs = [replace(each, index=index) for index, each in enumerate(kept)]
+        self._builder.add(prompt_index, replace(output, outputs=outputs))
+
+    def whole(self) -> dict[str, Any]:
+        return self._builder.whole()
+
+
+def _negative_logprob(choice: CompletionOutput) -> float:
+    return -(choice.cumulative_logprob or 0.0)
 
 
 # Response headers.
@@ -468,3 +605,214 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             async for chunk in events:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+
+# ASGI middleware: methods and slashes, API keys, X-Request-Id, x-pagoda-ignored, and direct sending of stream chunks.
+
+OPEN_PATHS: Final = frozenset({"/", "/docs", "/redoc", "/health", "/ready", "/ping", "/version", "/metrics", "/load"})
+"""Paths without a key: probes, scrapers, and the pages, which ask for a key. None shows a prompt or runs one."""
+
+OWNER_KEY: Final = "pagoda.owner"
+"""Key of the ASGI scope under which the digest of the request's API key is; set for requests made in this process."""
+
+
+def owner_of(scope: Scope) -> bytes:
+    """Return the digest of the request's API key; empty if the server has no keys."""
+    owner = scope.get(OWNER_KEY, b"")
+    assert isinstance(owner, bytes)
+    return owner
+
+
+class ApiKeyMiddleware:
+    """Requires one of the keys on every path but OPEN_PATHS, compared with the routed path.
+
+    Accepts `Authorization: Bearer KEY` and, for clients of the Messages API, `X-API-Key: KEY`.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        owner = None if scope["type"] == "lifespan" else scope.get(OWNER_KEY) or self._digest(scope)
+        if owner is not None:
+            scope[OWNER_KEY] = owner
+            OWNER.set(owner)
+        if scope["type"] == "lifespan" or self._is_open(scope) or owner is not None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            error = HttpError(401, "missing or invalid API key; send the header Authorization: Bearer KEY")
+            body, headers = error_response(get_route_path(scope), error)
+            headers["www-authenticate"] = "Bearer"
+            await json_response(body, 401, headers)(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        return scope["type"] == "http" and get_route_path(scope) in OPEN_PATHS
+
+    def _digest(self, scope: Scope) -> bytes | None:
+        """Return the digest of the request's key; None without a valid one."""
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        bearer = self._match(key)
+        other = self._match(headers.get("x-api-key", ""))
+        return bearer if bearer is not None and scheme.lower() == "bearer" else other
+
+    def _match(self, key: str) -> bytes | None:
+        """Return the key's digest if it is valid. Compares with all keys, each in constant time."""
+        digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        matches = [hmac.compare_digest(digest, each) for each in self._digests]
+        return digest if any(matches) else None
+
+
+class RequestIdMiddleware:
+    """Sets X-Request-Id on each response: the request's header, else the id set by the route, else a random one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")[:MAX_ID_LENGTH]
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                if given:
+                    headers.update(id_header(given))
+                else:
+                    headers.setdefault(REQUEST_ID_HEADER, uuid.uuid4().hex)
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+IGNORED_HEADER: Final = "x-pagoda-ignored"
+MAX_HEADER_NAMES: Final = 32
+"""Maximum number of names in one header; the number of further ones is appended."""
+
+MAX_HEADER_BYTES: Final = 2048
+"""Maximum size of the names in the header: proxies refuse responses with long headers."""
+
+_MAX_NAME: Final = 100
+_UNQUOTED: Final = "[]=.-_/:+@"
+"""Characters of a name that are not percent-encoded in the header."""
+
+
+def header_value(ignored: Iterable[Ignored]) -> str:
+    """Return the distinct names of ignored parts as printable ASCII: `client_metadata, input[].phase, +3 more`."""
+    names = list(dict.fromkeys(quote(each.name[:_MAX_NAME], safe=_UNQUOTED, errors="replace") for each in ignored))
+    shown: list[str] = []
+    left = MAX_HEADER_BYTES
+    for name in names[:MAX_HEADER_NAMES]:
+        left -= len(name) + 2
+        if left < 0:
+            break
+        shown.append(name)
+    more = len(names) - len(shown)
+    return ", ".join(shown + ([f"+{more} more"] if more > 0 else []))
+
+
+class TraceContextMiddleware:
+    """Makes the span of the `traceparent` header the parent of the request's; with --otlp-traces-endpoint."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self._app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        with self._tracer.within(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+
+
+class OverloadMiddleware:
+    """Answers requests that would be queued during an overload before they are routed, read and parsed: a refusal takes
+    time from those that run.
+
+    `check`: raises QueueFullError during an overload; `paths`: of requests that are queued; `answer`: returns the
+    response of an error.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        check: Callable[[], None],
+        paths: Container[str],
+        answer: Callable[[Request, Exception], Awaitable[Response]],
+    ) -> None:
+        self._app = app
+        self._check = check
+        self._paths = paths
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and get_route_path(scope) in self._paths:
+            try:
+                self._check()
+            except QueueFullError as error:
+                response = await self._answer(Request(scope), error)
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class IgnoredPartsMiddleware:
+    """Sets x-pagoda-ignored on responses to requests with ignored parts, and logs and counts those."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_header(message: Message) -> None:
+            ignored = scope.get("state", {}).get(IGNORED_STATE)
+            if ignored and message["type"] == "http.response.start":
+                value = header_value(ignored)
+                MutableHeaders(scope=message)[IGNORED_HEADER] = value
+                logger.debug("%s %s: ignored %s", scope["method"], quote(scope["path"]), value)
+                self._metrics.on_ignored(each.kind for each in ignored)
+            await send(message)
+
+        await self._app(scope, receive, send_with_header)
+
+
+class RouteSpellingMiddleware:
+    """Answers HEAD as GET, whose body uvicorn leaves out, and a path with a slash at its end as without it.
+
+    Outside of everything that compares paths, so that no check sees another path than the one that is routed.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = get_route_path(scope)
+            method = scope["method"]
+            if len(path) > 1 and path[-1] == "/" and path[-2] != "/":
+                scope = {**scope, "path": scope["path"][:-1]}
+            if method == "HEAD":
+                scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
+class DirectSendMiddleware:
+    """Lets EventStream send chunks past the middleware inside of this one, see DIRECT_SEND."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT_SEND] = send
+        await self._app(scope, receive, send)

@@ -1,39 +1,30 @@
 """The uvicorn server and what surrounds the application in it.
 
-From the outside in: TLS with certificate reload, connections with limits (`connections`), the root path, and
-ASGI middleware. Signals are left to the command.
+From the outside in: TLS with certificate reload, connections with limits (`connections`), and the root path; the ASGI
+middleware is in `response`. Signals are left to the command.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import os
 import socket
 import ssl
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
-from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Final, NoReturn
-from urllib.parse import quote
+from functools import partial
+from typing import Any, Final, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
-from starlette._utils import get_route_path
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import compile_path
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagoda.common.config.groups.server import ServerConfig
-from pagoda.common.errors import ConfigError, QueueFullError
-from pagoda.common.observe.metrics import Metrics
-from pagoda.server.http.body import IGNORED_STATE, Ignored
+from pagoda.common.errors import ConfigError
 from pagoda.server.http.connections import (
     ACCEPTED_AT_ONCE,
     Acceptor,
@@ -42,12 +33,6 @@ from pagoda.server.http.connections import (
     LimitedLog,
     max_connections,
 )
-from pagoda.server.http.errors import HttpError, error_response
-from pagoda.server.http.response import DIRECT_SEND, REQUEST_ID_HEADER, id_header, json_response
-from pagoda.server.http.state import MAX_ID_LENGTH, OWNER
-
-if TYPE_CHECKING:
-    from pagoda.common.observe.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -179,15 +164,25 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections on the sockets, which must be bound."""
         limit = max_connections(self._config)
+        make_protocol = partial(
+            BoundedProtocol,
+            self._config,
+            self._connections,
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},  # each request copies it
+        )
         self._acceptors = [
             Acceptor(
-                *(each, self._protocol, self._connections),
+                listener,
+                make_protocol,
+                self._connections,
                 limit=limit,
                 handshake_seconds=self._config.timeout_headers,
-                tls=None if self._tls is None or each is self.private else self._tls.current,
+                tls=None if self._tls is None or listener is self.private else self._tls.current,
                 at_once=self._at_once,
             )
-            for each in sockets or ()
+            for listener in sockets or ()
         ]
         self.started = True
 
@@ -220,15 +215,6 @@ class HttpServer(uvicorn.Server):
                 return False
             await asyncio.sleep(_POLL_SECONDS)
         return True
-
-    def _protocol(self, only_probes: bool) -> BoundedProtocol:
-        return BoundedProtocol(
-            *(self._config, self._connections),
-            only_probes=only_probes,
-            config=self.config,
-            server_state=self.server_state,
-            app_state={},
-        )
 
 
 class _SilentPaths(logging.Filter):
@@ -352,214 +338,3 @@ def _tls_stamps(config: ServerConfig) -> list[tuple[int, int, int] | None]:
 
 def _os_message(error: OSError) -> str:
     return error.strerror or str(error)
-
-
-# ASGI middleware: methods and slashes, API keys, X-Request-Id, x-pagoda-ignored, and direct sending of stream chunks.
-
-OPEN_PATHS: Final = frozenset({"/", "/docs", "/redoc", "/health", "/ready", "/ping", "/version", "/metrics", "/load"})
-"""Paths without a key: probes, scrapers, and the pages, which ask for a key. None shows a prompt or runs one."""
-
-OWNER_KEY: Final = "pagoda.owner"
-"""Key of the ASGI scope under which the digest of the request's API key is; set for requests made in this process."""
-
-
-def owner_of(scope: Scope) -> bytes:
-    """Return the digest of the request's API key; empty if the server has no keys."""
-    owner = scope.get(OWNER_KEY, b"")
-    assert isinstance(owner, bytes)
-    return owner
-
-
-class ApiKeyMiddleware:
-    """Requires one of the keys on every path but OPEN_PATHS, compared with the routed path.
-
-    Accepts `Authorization: Bearer KEY` and, for clients of the Messages API, `X-API-Key: KEY`.
-    """
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._digests = [sha256(key.encode()).digest() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        owner = None if scope["type"] == "lifespan" else scope.get(OWNER_KEY) or self._digest(scope)
-        if owner is not None:
-            scope[OWNER_KEY] = owner
-            OWNER.set(owner)
-        if scope["type"] == "lifespan" or self._is_open(scope) or owner is not None:
-            await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-        else:
-            error = HttpError(401, "missing or invalid API key; send the header Authorization: Bearer KEY")
-            body, headers = error_response(get_route_path(scope), error)
-            headers["www-authenticate"] = "Bearer"
-            await json_response(body, 401, headers)(scope, receive, send)
-
-    def _is_open(self, scope: Scope) -> bool:
-        return scope["type"] == "http" and get_route_path(scope) in OPEN_PATHS
-
-    def _digest(self, scope: Scope) -> bytes | None:
-        """Return the digest of the request's key; None without a valid one."""
-        headers = Headers(scope=scope)
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        bearer = self._match(key)
-        other = self._match(headers.get("x-api-key", ""))
-        return bearer if bearer is not None and scheme.lower() == "bearer" else other
-
-    def _match(self, key: str) -> bytes | None:
-        """Return the key's digest if it is valid. Compares with all keys, each in constant time."""
-        digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        matches = [hmac.compare_digest(digest, each) for each in self._digests]
-        return digest if any(matches) else None
-
-
-class RequestIdMiddleware:
-    """Sets X-Request-Id on each response: the request's header, else the id set by the route, else a random one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")[:MAX_ID_LENGTH]
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                if given:
-                    headers.update(id_header(given))
-                else:
-                    headers.setdefault(REQUEST_ID_HEADER, uuid.uuid4().hex)
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
-IGNORED_HEADER: Final = "x-pagoda-ignored"
-MAX_HEADER_NAMES: Final = 32
-"""Maximum number of names in one header; the number of further ones is appended."""
-
-MAX_HEADER_BYTES: Final = 2048
-"""Maximum size of the names in the header: proxies refuse responses with long headers."""
-
-_MAX_NAME: Final = 100
-_UNQUOTED: Final = "[]=.-_/:+@"
-"""Characters of a name that are not percent-encoded in the header."""
-
-
-def header_value(ignored: Iterable[Ignored]) -> str:
-    """Return the distinct names of ignored parts as printable ASCII: `client_metadata, input[].phase, +3 more`."""
-    names = list(dict.fromkeys(quote(each.name[:_MAX_NAME], safe=_UNQUOTED, errors="replace") for each in ignored))
-    shown: list[str] = []
-    left = MAX_HEADER_BYTES
-    for name in names[:MAX_HEADER_NAMES]:
-        left -= len(name) + 2
-        if left < 0:
-            break
-        shown.append(name)
-    more = len(names) - len(shown)
-    return ", ".join(shown + ([f"+{more} more"] if more > 0 else []))
-
-
-class TraceContextMiddleware:
-    """Makes the span of the `traceparent` header the parent of the request's; with --otlp-traces-endpoint."""
-
-    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
-        self._app = app
-        self._tracer = tracer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        with self._tracer.within(Headers(scope=scope)):
-            await self._app(scope, receive, send)
-
-
-class OverloadMiddleware:
-    """Answers requests that would be queued during an overload before they are routed, read and parsed: a refusal takes
-    time from those that run.
-
-    `check`: raises QueueFullError during an overload; `paths`: of requests that are queued; `answer`: returns the
-    response of an error.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        check: Callable[[], None],
-        paths: Container[str],
-        answer: Callable[[Request, Exception], Awaitable[Response]],
-    ) -> None:
-        self._app = app
-        self._check = check
-        self._paths = paths
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and get_route_path(scope) in self._paths:
-            try:
-                self._check()
-            except QueueFullError as error:
-                response = await self._answer(Request(scope), error)
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-class IgnoredPartsMiddleware:
-    """Sets x-pagoda-ignored on responses to requests with ignored parts, and logs and counts those."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def send_with_header(message: Message) -> None:
-            ignored = scope.get("state", {}).get(IGNORED_STATE)
-            if ignored and message["type"] == "http.response.start":
-                value = header_value(ignored)
-                MutableHeaders(scope=message)[IGNORED_HEADER] = value
-                logger.debug("%s %s: ignored %s", scope["method"], quote(scope["path"]), value)
-                self._metrics.on_ignored(each.kind for each in ignored)
-            await send(message)
-
-        await self._app(scope, receive, send_with_header)
-
-
-class RouteSpellingMiddleware:
-    """Answers HEAD as GET, whose body uvicorn leaves out, and a path with a slash at its end as without it.
-
-    Outside of everything that compares paths, so that no check sees another path than the one that is routed.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path = get_route_path(scope)
-            method = scope["method"]
-            if len(path) > 1 and path[-1] == "/" and path[-2] != "/":
-                scope = {**scope, "path": scope["path"][:-1]}
-            if method == "HEAD":
-                scope = {**scope, "method": "GET"}
-        await self._app(scope, receive, send)
-
-
-class DirectSendMiddleware:
-    """Lets EventStream send chunks past the middleware inside of this one, see DIRECT_SEND."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[DIRECT_SEND] = send
-        await self._app(scope, receive, send)

@@ -26,16 +26,16 @@ from pagoda.common.observe.metrics import Metrics
 from pagoda.common.text.chat_template import read_chat_template, template_kwargs_error
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.core_client.client import QueueLimits
+from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.http.adapters import ServedAdapters
 from pagoda.server.http.errors import ModelNotFoundError, UnavailableError
 from pagoda.server.http.peers import ApiPeers, PeerReport
 from pagoda.server.http.stores.conversations import ConversationStore
 from pagoda.server.http.stores.files import FileStore
 from pagoda.server.http.stores.responses import ResponseStore
-from pagoda.server.ipc_messages import EngineInfo
 from pagoda.server.parsers.parser import DelimiterSet, ReasoningFormat, ToolFormat
 from pagoda.server.parsers.registry import reasoning_format, tool_format
-from pagoda.server.processing.queue_use import QueueLimits
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, repeat
-from typing import Final
+from typing import ClassVar, Final
 
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.outputs import CompletionOutput, LogprobsOnePosition
@@ -22,6 +22,7 @@ from pagoda.server.parsers.parser import (
     DelimiterSet,
     DelimiterStripper,
     Event,
+    OutputReader,
     Parser,
     Reasoning,
     TokenParser,
@@ -41,9 +42,11 @@ def new_call_id() -> str:
 
 
 class OutputParser:
-    """Parses the text of one output."""
+    """Parses the text of one output by its formats."""
 
-    __slots__ = ("_count", "_kind", "_new_id", "_parallel", "_reasoning", "_stages", "_stripper", "calls", "is_plain")
+    __slots__ = ("_count", "_kind", "_new_id", "_parallel", "_reasoning", "_stages", "_stripper", "calls")
+
+    is_plain: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -60,7 +63,6 @@ class OutputParser:
         self._new_id = new_id
         self._kind: type[Content] | type[Reasoning] = Content
         self._stripper = DelimiterStripper(hidden) if hidden is not None else None
-        self.is_plain = not self._stages and self._stripper is None  # all text is content, unbuffered
         self._reasoning: list[str] = []
         self.calls = 0  # tool calls so far
 
@@ -69,12 +71,10 @@ class OutputParser:
 
         `token_ids`: generated with the text; some parsers of plugins read them.
         """
-        if len(text) > MAX_CHUNK_CHARS and not self.is_plain:
+        if len(text) > MAX_CHUNK_CHARS:
             chunks = (text[start : start + MAX_CHUNK_CHARS] for start in range(0, len(text), MAX_CHUNK_CHARS))
             return [event for chunk in chunks for event in self.feed(chunk)]
         events: list[Event] = [Content(text)] if text else []
-        if self.is_plain:
-            return events
         for index, stage in enumerate(self._stages):
             # Ids of a text of which an earlier stage took or keeps some are not those of the content.
             is_whole = events == [Content(text)] or not (events or index)
@@ -163,7 +163,7 @@ class DeltaParser:
 
     def __init__(
         self,
-        parser: OutputParser,
+        parser: OutputReader,
         tokenizer: Tokenizer | None,  # None: no logprobs, feed the text as it comes
         *,
         skip_special_tokens: bool,  # as in the SamplingParams of the output

@@ -89,6 +89,33 @@ class TokenParser(Protocol):
         ...
 
 
+class OutputReader(Protocol):
+    """Splits the text of one output into events: an OutputParser, or for plain text a PlainReader."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text is content, unbuffered."""
+        ...
+
+    @property
+    def calls(self) -> int:
+        """Number of tool calls so far."""
+        ...
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Number of reasoning tokens so far; None without a reasoning format."""
+        ...
+
+    def feed(self, text: str, token_ids: Sequence[int] | None = None) -> list[Event]:
+        """Parse the next piece of text, generated as `token_ids`. Every ToolCall returned has an id."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """Flush all buffers at the end of the output."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function offered to the model."""

@@ -13,9 +13,8 @@ from pagoda.common.beam_search import Beam, BeamSearch, BeamSearchParams
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.common.text.detokenizer import Detokenizer
-from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.ipc_messages import EngineInfo
+from pagoda.common.text.tokenizer import Detokenizer, Tokenizer
+from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.processing.inputs import PromptType
 

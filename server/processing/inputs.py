@@ -39,14 +39,14 @@ from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParam
 from pagoda.common.text.chat_template import render_chat
 from pagoda.common.text.literal_stretches import Span, without_start
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.ipc_messages import EncoderInfo, EngineInfo, PoolingInfo
+from pagoda.server.core_client.client import Load
+from pagoda.server.core_client.ipc_messages import EncoderInfo, EngineInfo, PoolingInfo
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import reasoning_format
 from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
-from pagoda.server.processing.queue_use import Load
-from pagoda.server.processing.workers.template_renderer import TemplateRenderer
+from pagoda.server.processing.workers.worker import TemplateRenderer
 from pagoda.server.settings.plugins import param_checks, read_arguments
 
 logger = logging.getLogger(__name__)

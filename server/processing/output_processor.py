@@ -27,8 +27,8 @@ from pagoda.common.engine.pooling.values import Pooled
 from pagoda.common.errors import AbortedError, EngineDeadError, RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-from pagoda.common.text.detokenizer import Detokenizer, TokenPieces
-from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.common.text.tokenizer import Detokenizer, Tokenizer, TokenPieces
+from pagoda.server.core_client.client import QueueUse, last_of_most
 from pagoda.server.outputs import (
     AnswerMetrics,
     CompletionOutput,
@@ -42,7 +42,6 @@ from pagoda.server.outputs import (
     SampleLogprobs,
 )
 from pagoda.server.processing.inputs import PreparedRequest
-from pagoda.server.processing.queue_use import QueueUse, last_of_most
 
 if TYPE_CHECKING:
     from pagoda.common.observe.tracing import RequestTrace, Tracer

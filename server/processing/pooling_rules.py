@@ -6,7 +6,7 @@ from pagoda.common.engine.pooling.values import EMBEDS, OF_TOKENS, PARTS, Poolin
 from pagoda.common.errors import RequestError
 from pagoda.common.models.spec import TokenSelection
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.ipc_messages import PoolingInfo
+from pagoda.server.core_client.ipc_messages import PoolingInfo
 
 
 def pooling_rules(info: PoolingInfo, params: PoolingParams, second_text: int | None) -> PoolingRules:

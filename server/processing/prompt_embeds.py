@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pagoda.common.errors import RequestError, WeightError
 from pagoda.common.weights import dtypes
 from pagoda.common.weights.torch_bin import read_tensor
-from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.core_client.ipc_messages import EngineInfo
 
 FIELD: Final = "prompt_embeds"
 

@@ -65,7 +65,7 @@ from pagoda.common.weights.quantization.tensors import Scheme
 from pagoda.common.weights.rules import sources as tensor_sources
 from pagoda.common.weights.rules import stored_schemes
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.ipc_messages import PoolingInfo
+from pagoda.server.core_client.ipc_messages import PoolingInfo
 from pagoda.server.settings.drafter import ResolvedDrafter, resolve_drafter
 from pagoda.server.settings.generation_config import GenerationDefaults, read_generation
 from pagoda.server.settings.implementation import implementation_row, transformers_spec, uses_transformers

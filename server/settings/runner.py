@@ -24,7 +24,7 @@ from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.sentence_modules import gguf_sentence_modules, read_sentence_modules
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.ipc_messages import PoolingInfo
+from pagoda.server.core_client.ipc_messages import PoolingInfo
 
 logger = logging.getLogger(__name__)
 

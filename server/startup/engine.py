@@ -84,7 +84,7 @@ from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.lora.peft import BaseModel
 from pagoda.common.weights.lora.weights import LoraOptions
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.ipc_messages import EncoderInfo, EngineInfo
+from pagoda.server.core_client.ipc_messages import EncoderInfo, EngineInfo
 from pagoda.server.processing.workers.grammar_check import structured_of
 from pagoda.server.settings.plugins import load_general_plugins, sampler_options, scheduler_of
 from pagoda.server.settings.resolve import Resolved, open_model, resolve

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from pagoda.common.config.engine import EngineConfig
-from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.core_client.ipc_messages import EngineInfo
 
 
 class HfConfigView:

@@ -15,7 +15,7 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.engine.messages import EngineOutput
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.common.text.detokenizer import Detokenizer
+from pagoda.common.text.tokenizer import Detokenizer
 from pagoda.server.processing.inputs import InputProcessor
 from pagoda.server.processing.output_processor import OutputProcessor
 

@@ -10,7 +10,7 @@ import pytest
 from support.servers.live_server import LiveServer, live_server
 from support.suite.rows import each_row
 
-from pagoda.server.http.server import OPEN_PATHS
+from pagoda.server.http.response import OPEN_PATHS
 
 EVERYTHING = {
     "server_dev_mode": True,

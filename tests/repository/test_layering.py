@@ -65,7 +65,11 @@ COMMON_LAYERS = (
 )
 # The folders and modules of `server`, likewise; entry points come last. A longer name counts before its folder.
 LAYERS = (
-    ("outputs", "ipc_messages", "processing.workers.child", "core_client.private_folder", "core_client.memory"),
+    (
+        *("outputs", "core_client.ipc_messages", "processing.workers.child"),
+        *("core_client.private_folder", "core_client.memory"),
+    ),
+    ("core_client.client",),
     ("settings",),
     ("vllm",),
     ("parsers",),
@@ -75,7 +79,7 @@ LAYERS = (
     ("startup",),
     ("core_client",),
     ("llm_engine",),
-    ("async_llm", "offline_run"),
+    ("async_llm",),
     ("http",),
     ("api.chat_prompt",),
     ("llm",),

@@ -33,12 +33,12 @@ def test_the_types_that_carry_a_request_exist(tree: Tree) -> None:
     assert {*CARRIERS_IN, *CARRIERS_OUT} <= tree.classes.keys()
 
 
-def test_a_chat_request_enters_at_most_33_files() -> None:
+def test_a_chat_request_enters_at_most_25_files() -> None:
     command = (sys.executable, "-P", str(ROOT / "tools" / "trace_request.py"))
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     count = re.search(r"^files of one chat request +(\d+)$", printed, re.MULTILINE)
     assert count is not None
-    assert 15 < int(count[1]) <= 33
+    assert 15 < int(count[1]) <= 25
 
 
 def test_the_counts_see_circles_duplicates_and_small_files(tmp_path: Path) -> None:

@@ -125,8 +125,8 @@ class Journal:
         entry.withheld = self._scheduler.num_withheld
         if plan is not None:
             entry.step = plan.step
-            entry.num_seqs = plan.num_seqs
-            entry.num_tokens = plan.num_tokens
+            entry.num_seqs = len(plan.rows)
+            entry.num_tokens = len(plan.token_ids)
             self._plans.append(plan)
             self._segment.steps += 1
         return plan

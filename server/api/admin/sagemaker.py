@@ -14,9 +14,9 @@ from pagoda.server.api.openai.chat import chat_completions
 from pagoda.server.api.openai.completion import completions
 from pagoda.server.api.pooling.routes import handle_classify, handle_embeddings, handle_pooling
 from pagoda.server.api.pooling.scoring import handle_rerank, handle_score
+from pagoda.server.core_client.ipc_messages import PoolingInfo
 from pagoda.server.http.body import RequestBody, parse, read_json
 from pagoda.server.http.state import server_of
-from pagoda.server.ipc_messages import PoolingInfo
 
 Handler = Callable[[Request, bytes], Awaitable[Response]]
 

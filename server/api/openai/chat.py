@@ -39,7 +39,6 @@ from pagoda.server.api.openai.chat_variants import (
     own_name_of_functions,
     with_tool_calls,
 )
-from pagoda.server.api.openai.response import CompletionBuilder, TextEvent, best_of, output_source
 from pagoda.server.http.body import (
     MAX_LIST_OBJECTS,
     Ignored,
@@ -55,11 +54,19 @@ from pagoda.server.http.fields import (
     check_template_kwargs,
     prompt_logprobs,
 )
-from pagoda.server.http.response import respond
+from pagoda.server.http.generation import output_source
+from pagoda.server.http.response import CompletionBuilder, TextEvent, best_of, respond
 from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
 from pagoda.server.outputs import CompletionOutput, RequestOutput
-from pagoda.server.parsers.output_parser import OutputParser
-from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall, merge_events
+from pagoda.server.parsers.parser import (
+    Arguments,
+    Content,
+    Event,
+    OutputReader,
+    Reasoning,
+    ToolCall,
+    merge_events,
+)
 
 # Request bodies.
 
@@ -422,7 +429,7 @@ class _ChatChoice:
 
     role: str
     echo: str  # content of the request's last message that the output continues
-    reader: OutputParser
+    reader: OutputReader
     text_event: TextEvent | None = None  # of a stream
     events: list[Event] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
@@ -518,7 +525,7 @@ class ChatCompletionBuilder(CompletionBuilder):
             events = [event for event in events if not isinstance(event, Reasoning)]
         return merge_events(events) if len(events) > 1 else events
 
-    def _finish_reason(self, reason: str, reader: OutputParser) -> str:
+    def _finish_reason(self, reason: str, reader: OutputReader) -> str:
         """Return "tool_calls" if the model chose to call; as at OpenAI, a named tool's call ends with "stop"."""
         if reason != "stop" or not reader.calls or self._is_named_call:
             return reason

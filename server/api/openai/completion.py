@@ -16,7 +16,6 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.fill_in_middle import fill_ends, fill_format, fill_prompt
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.api.openai.response import CompletionBuilder, TextEvent, best_of, output_source
 from pagoda.server.http.body import Int64, read_body
 from pagoda.server.http.fields import (
     PROMPTS_SCHEMA,
@@ -27,7 +26,8 @@ from pagoda.server.http.fields import (
     join_logprobs,
     prompt_logprobs,
 )
-from pagoda.server.http.response import respond
+from pagoda.server.http.generation import output_source
+from pagoda.server.http.response import CompletionBuilder, TextEvent, best_of, respond
 from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
 from pagoda.server.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from pagoda.server.processing.inputs import Prompt, PromptType, encode_kept, max_prompt_tokens

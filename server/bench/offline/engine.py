@@ -16,7 +16,7 @@ from pagoda.common.engine.messages import DraftStats, EngineStats
 from pagoda.common.errors import ConfigError
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.bench.datasets.samples import PromptVocabulary
-from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.llm import LLM
 from pagoda.server.settings.flags import (
     EngineArgs,

@@ -29,7 +29,7 @@ from pagoda.server.bench.online.arrivals import schedule
 from pagoda.server.bench.online.metrics import Outcome, results_of
 from pagoda.server.bench.report.table import WIDTH, result_table
 from pagoda.server.cli.capacity.trace_file import read_trace, timed_request
-from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.settings.flags import (
     EngineArgs,
     FlagParser,

@@ -22,9 +22,9 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, no_tokenizer, refused, vocabulary_of
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.ipc_messages import EngineInfo
-from pagoda.server.processing.queue_use import FairLine
+from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.processing.workers.grammar_worker import Words
+from pagoda.server.processing.workers.waiting_lines import FairLine
 from pagoda.server.processing.workers.worker import ChildWorker, WorkerEndedError, WorkerTimeoutError
 from pagoda.server.settings.tokenizer import open_tokenizer
 

@@ -1,6 +1,9 @@
-"""A child process that works on untrusted input, one request at a time, with limits of time and memory.
+"""Child processes that work on untrusted input, one request at a time, with limits of time and memory.
 
-It gets none of the server's environment but the paths of programs and packages, and can gain no privileges.
+ChildWorker is the parent's side of one child, TemplateRenderer that of the children that render chat templates
+(`template_worker`), `serve` the child's side.
+
+A child gets none of the server's environment but the paths of programs and packages, and can gain no privileges.
 
 Requests and replies are length-prefixed frames on the child's stdin and stdout. The first frame has what the child
 prepares itself with; it answers READY. A child that exceeds a limit or crashes is replaced by a new one at the next
@@ -10,6 +13,7 @@ request. EOF on stdin ends the child, so that it does not outlive its parent.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
 import select
@@ -18,11 +22,16 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final, Literal, TypeVar
 
+from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError
 from pagoda.server.processing.workers.child import untrusted_env
 
 START_SECONDS: Final = 60.0
@@ -278,6 +287,162 @@ def _wait(descriptor: int, event: int, limits: _Limits) -> None:
     poll.register(descriptor, event)
     while not poll.poll(limits.left() * 1000):
         pass
+
+
+# Chat templates are rendered in other processes, because a template or messages may take any time and memory.
+
+TEMPLATE_PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.processing.workers.template_worker")
+TEMPLATE_SECONDS: Final = 5.0
+"""Maximum time of a rendering, in seconds of processor time: a busy machine refuses none."""
+TEMPLATE_ELAPSED_SECONDS: Final = 60.0
+"""Maximum time of a rendering on however busy a machine."""
+
+
+MAX_INSPECTED: Final = 32
+MAX_WAITING_TEMPLATES: Final = 64
+"""Maximum queued requests with templates of their own; further ones are refused."""
+
+Lane = Literal["short", "long", "client"]
+"""Kind of a conversation. Each has a process, so that one kind does not wait for another: short and long conversations
+with the server's template, and those with a template of the client."""
+
+T = TypeVar("T")
+
+TEMPLATE_TEXT: Final = b"t"
+TEMPLATE_ERROR: Final = b"e"
+"""First byte of a reply: the rest is the text, or the field and the message of an error."""
+
+
+class TemplateRenderer:
+    """Renders chat templates in a process per lane, which starts with the first request. Thread-safe."""
+
+    def __init__(self, seconds: float = TEMPLATE_SECONDS, elapsed: float = TEMPLATE_ELAPSED_SECONDS) -> None:
+        self._seconds = seconds
+        self._elapsed = elapsed
+        self._lanes: dict[Lane, tuple[ChildWorker, ThreadPoolExecutor]] = {}
+        self._variables: OrderedDict[bytes, frozenset[str]] = OrderedDict()
+        self._waiting = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def start(self, template: str | None) -> None:
+        """Start the process of short conversations and compile the server's template. Raises RuntimeError."""
+        if template is not None:
+            self.variables_of(template, lane="short").result()
+
+    def render(
+        self, template: str, messages: Sequence[Mapping[str, Any]], *, lane: Lane = "long", **options: Any
+    ) -> str:
+        """Return what `common.text.chat_template.render` does.
+
+        Raises RequestError as it does, and for a rendering that exceeds the limits.
+        """
+        return self._call(lane, _encoded({"template": template, "messages": messages, "options": options}))
+
+    def variables_of(self, template: str, *, lane: Lane) -> Future[frozenset[str]]:
+        """Return the names that a template reads; empty for invalid jinja. Cached. Raises QueueFullError."""
+        name = sha256(template.encode("utf-8", "surrogatepass")).digest()
+        with self._lock:
+            if name in self._variables:
+                self._variables.move_to_end(name)
+                known: Future[frozenset[str]] = Future()
+                known.set_result(self._variables[name])
+                return known
+        return self.submit(lane, partial(self._inspect, template, name, lane))
+
+    def _inspect(self, template: str, name: bytes, lane: Lane) -> frozenset[str]:
+        try:
+            names = frozenset(json.loads(self._call(lane, _encoded({"template": template}))))
+        except RequestError:
+            names = frozenset()
+        with self._lock:
+            self._variables[name] = names
+            if len(self._variables) > MAX_INSPECTED:
+                self._variables.popitem(last=False)
+        return names
+
+    def submit(self, lane: Lane, task: Callable[[], T]) -> Future[T]:
+        """Run a task, which renders, in the thread of a lane. Raises QueueFullError."""
+        _, thread = self._lane(lane)
+        if lane != "client":
+            return thread.submit(task)
+        with self._lock:
+            if self._waiting >= MAX_WAITING_TEMPLATES:
+                raise QueueFullError("too many requests with templates of their own; try again in a few seconds")
+            self._waiting += 1
+        future = thread.submit(task)
+        future.add_done_callback(self._finished)
+        return future
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+        with self._lock:
+            self._closed = True
+            lanes = self._lanes
+            self._lanes = {}
+        for worker, thread in lanes.values():
+            thread.shutdown(wait=False, cancel_futures=True)
+            worker.close()
+
+    def _lane(self, lane: Lane) -> tuple[ChildWorker, ThreadPoolExecutor]:
+        with self._lock:
+            if self._closed:
+                raise EngineDeadError("the engine was shut down")
+            if lane not in self._lanes:
+                worker = ChildWorker(TEMPLATE_PROGRAM, self._seconds, self._elapsed, name="chat templates")
+                self._lanes[lane] = worker, ThreadPoolExecutor(1, f"pagoda-template-{lane}")
+            return self._lanes[lane]
+
+    def _finished(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._waiting -= 1
+
+    def _call(self, lane: Lane, data: bytes) -> str:
+        worker, _ = self._lane(lane)
+        try:
+            reply = worker.call(data)
+        except WorkerTimeoutError:
+            raise RequestError(
+                "messages",
+                f"the chat template did not end within {self._elapsed:g} s; shorten the messages, or try again",
+            ) from None
+        except WorkerEndedError as error:
+            limit = f"more than {self._seconds:g} s" if error.out_of_time else "too much memory"
+            raise RequestError(
+                "messages", f"the chat template needs {limit} to render the messages; shorten them"
+            ) from None
+        except RuntimeError:
+            if self._closed:
+                raise EngineDeadError("the engine was shut down") from None
+            raise
+        if reply[:1] == TEMPLATE_ERROR:
+            field, message = json.loads(reply[1:])
+            raise RequestError(field, message)
+        return reply[1:].decode("utf-8", "surrogatepass")
+
+
+def _encoded(request: Mapping[str, Any]) -> bytes:
+    """Return a request as JSON. Raises RequestError for values that are not JSON."""
+    try:
+        try:
+            text = json.dumps(request, ensure_ascii=False, separators=(",", ":"))
+        except TypeError:  # other mappings, or what is refused
+            text = json.dumps(_plain(request), ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        raise RequestError("messages", "the messages are nested too deeply") from None
+    except ValueError as error:
+        raise RequestError("messages", f"the messages are not JSON values ({error})") from None
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _plain(request: Mapping[str, Any]) -> dict[str, Any]:
+    from pagoda.common.text.chat_template import plain_json  # jinja2 is not needed by other children
+
+    messages = request.get("messages")
+    if not isinstance(messages, Sequence):
+        raise RequestError("messages", "messages must be a non-empty list of messages")
+    plain = [plain_json(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    return {**request, "messages": plain, "options": plain_json("chat_template_kwargs", request["options"])}
 
 
 # The child's side.

@@ -7,9 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from pagoda.common.text.detokenizer import ByteStream, Detokenizer, TokenPieces, WindowStream, open_stream
 from pagoda.common.text.token_bytes import byte_alphabet
-from pagoda.common.text.tokenizer import Tokenizer, load_tokenizer
+from pagoda.common.text.tokenizer import (
+    ByteStream,
+    Detokenizer,
+    Tokenizer,
+    TokenPieces,
+    WindowStream,
+    load_tokenizer,
+    open_stream,
+)
 
 PIECES = [*(f"<0x{byte:02X}>" for byte in range(256)), "<s>", "</s>", "▁", "a", "b", "c", "▁a", "ab", "▁ab", "日", "é▁"]
 BYTE_LEVEL_WORDS = ["Ġ", "Ġa", "ab", "abc", "ĠĠ", "ðŁĳ", "æĹ"]

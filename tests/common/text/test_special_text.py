@@ -13,8 +13,7 @@ from support.suite.rows import each_row
 from tokenizers import models, pre_tokenizers
 
 from pagoda.common.errors import RequestError
-from pagoda.common.text.chat_template import render_chat
-from pagoda.common.text.special_text import RenderedChat, render_literal
+from pagoda.common.text.chat_template import RenderedChat, render_chat, render_literal
 from pagoda.common.text.tokenizer import Tokenizer
 
 CHATML = (

@@ -12,8 +12,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from pagoda.common.engine.structured_output.grammar import vocabulary_of
 from pagoda.common.errors import ModelError, RequestError
 from pagoda.common.text import tokenizer
-from pagoda.common.text.detokenizer import Detokenizer
-from pagoda.common.text.tokenizer import GIL_RELEASE_CHARS, Tokenizer, load_tokenizer
+from pagoda.common.text.tokenizer import GIL_RELEASE_CHARS, Detokenizer, Tokenizer, load_tokenizer
 from pagoda.server.processing.inputs import bad_words_token_ids
 from pagoda.server.vllm.tokenizer_view import HfTokenizer
 
@@ -320,7 +319,7 @@ def test_a_tokenizer_json_by_name(folder):
 
 def test_transformers_is_not_imported(folder):
     code = (
-        "import sys; from pagoda.common.text import chat_template, detokenizer; from pagoda.common.text.tokenizer "
+        "import sys; from pagoda.common.text import chat_template; from pagoda.common.text.tokenizer "
         "import load_tokenizer; load_tokenizer(sys.argv[1]).encode('x'); "
         "print([m for m in ('transformers', 'torch', 'huggingface_hub') if m in sys.modules])"
     )

@@ -8,7 +8,7 @@ import pytest
 
 from pagoda.common.errors import EngineDeadError
 from pagoda.server.core_client.client import CoreClientAsync, Listener
-from pagoda.server.ipc_messages import (
+from pagoda.server.core_client.ipc_messages import (
     Abort,
     EngineInfo,
     Failed,

@@ -11,8 +11,8 @@ from support.checkpoints.byte_text import byte_tokenizer
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, PositionLogprobs, StepOutputs
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+from pagoda.server.core_client.ipc_messages import FromEngine, Heartbeat, StepReply
 from pagoda.server.core_client.process_client import coalesce
-from pagoda.server.ipc_messages import FromEngine, Heartbeat, StepReply
 from pagoda.server.processing.inputs import PreparedRequest, Prompt
 from pagoda.server.processing.output_processor import OutputProcessor
 

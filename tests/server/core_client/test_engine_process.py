@@ -21,8 +21,8 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.errors import ConfigError, EngineDeadError, ModelError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.core_client.ipc_messages import Shutdown
 from pagoda.server.core_client.process_client import ProcessClient
-from pagoda.server.ipc_messages import Shutdown
 from pagoda.server.settings.flags import AsyncEngineArgs
 
 TEXT = byte_tokenizer()

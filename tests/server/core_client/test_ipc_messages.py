@@ -7,7 +7,7 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, PositionLogprobs, StepOutputs
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.errors import ConfigError, EngineDeadError, ModelError, RequestError, WeightError
-from pagoda.server import ipc_messages
+from pagoda.server.core_client import ipc_messages
 
 REQUEST = EngineRequest(
     request_id="r",

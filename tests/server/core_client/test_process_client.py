@@ -8,8 +8,8 @@ from typing import Any
 
 from pagoda.common.engine.messages import EngineOutput, StepOutputs
 from pagoda.server.core_client import process_client
+from pagoda.server.core_client.ipc_messages import StepReply
 from pagoda.server.core_client.process_client import ProcessClient
-from pagoda.server.ipc_messages import StepReply
 
 
 def client_with(messages: list[int], delivered: list[int]) -> ProcessClient:

@@ -31,10 +31,7 @@ from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.core_client import check_start, engine_processes
 from pagoda.server.core_client import replicas as module
 from pagoda.server.core_client.client import EngineClient, Listener
-from pagoda.server.core_client.process_client import ProcessClient
-from pagoda.server.core_client.replicas import ReplicaClient, ReplicaRouter, merge_infos
-from pagoda.server.core_client.restarting import RestartingClient
-from pagoda.server.ipc_messages import (
+from pagoda.server.core_client.ipc_messages import (
     NO_OTHERS,
     Abort,
     AddRequest,
@@ -55,6 +52,9 @@ from pagoda.server.ipc_messages import (
     ToEngine,
     WakeUp,
 )
+from pagoda.server.core_client.process_client import ProcessClient
+from pagoda.server.core_client.replicas import ReplicaClient, ReplicaRouter, merge_infos
+from pagoda.server.core_client.restarting import RestartingClient
 from pagoda.server.settings.flags import AsyncEngineArgs
 
 LONG = list(range(200))

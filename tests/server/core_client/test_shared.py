@@ -10,8 +10,7 @@ import pytest
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.server.core_client import shared
-from pagoda.server.core_client.shared import ClientRouter
-from pagoda.server.ipc_messages import (
+from pagoda.server.core_client.ipc_messages import (
     NO_OTHERS,
     Abort,
     AddRequest,
@@ -25,6 +24,7 @@ from pagoda.server.ipc_messages import (
     Shutdown,
     StepReply,
 )
+from pagoda.server.core_client.shared import ClientRouter
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.observe.logs import LineFormatter
 from pagoda.server.cli.serving.serve import is_open
 from pagoda.server.http.body import Ignored
-from pagoda.server.http.server import MAX_HEADER_BYTES, header_value
+from pagoda.server.http.response import MAX_HEADER_BYTES, header_value
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = ROOT / "docs" / "guides" / "security.md"

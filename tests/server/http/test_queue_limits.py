@@ -16,11 +16,18 @@ from support.suite.watching import eventually
 
 from pagoda.common.config.groups.scheduler import SchedulerConfig
 from pagoda.common.errors import RequestError
-from pagoda.server.core_client.client import Admission
+from pagoda.server.core_client.client import (
+    Admission,
+    Load,
+    OverLimitError,
+    Overload,
+    QueueLimits,
+    QueueUse,
+    last_of_most,
+)
+from pagoda.server.core_client.ipc_messages import OtherUse
 from pagoda.server.http import state
 from pagoda.server.http.state import queue_limits
-from pagoda.server.ipc_messages import OtherUse
-from pagoda.server.processing.queue_use import Load, OverLimitError, Overload, QueueLimits, QueueUse, last_of_most
 from pagoda.server.processing.workers.grammar_check import GrammarCheck
 
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}

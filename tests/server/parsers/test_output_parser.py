@@ -6,6 +6,7 @@ from collections.abc import Callable
 from support.kernels.splits import read_all_splits
 from support.suite.rows import each_row
 
+from pagoda.server.api.chat_prompt import PlainReader
 from pagoda.server.parsers.output_parser import MAX_CHUNK_CHARS, OutputParser
 from pagoda.server.parsers.parser import Arguments, Content, DelimiterSet, Event, Parser, Reasoning, Tool, ToolCall
 from pagoda.server.parsers.reasoning.formats import PlainParser
@@ -147,6 +148,12 @@ def test_missing_call_ids_are_generated() -> None:
 
 
 def test_what_is_plain() -> None:
-    assert OutputParser().is_plain
+    assert PlainReader().is_plain
+    assert PlainReader().feed("a <b>", [1]) == OutputParser().feed("a <b>", [1]) == [Content("a <b>")]
+    assert PlainReader().feed("") == OutputParser().feed("") == PlainReader().finish() == OutputParser().finish() == []
+    assert (PlainReader().calls, PlainReader().reasoning_tokens) == (
+        OutputParser().calls,
+        OutputParser().reasoning_tokens,
+    )
     assert not OutputParser([thinking()]).is_plain
     assert not OutputParser(hidden=SPECIAL).is_plain

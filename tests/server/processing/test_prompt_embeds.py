@@ -19,8 +19,7 @@ from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.scheduling.scheduler import Scheduler
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
-from pagoda.common.text.detokenizer import Detokenizer
-from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.common.text.tokenizer import Detokenizer, Tokenizer
 from pagoda.server.llm import LLM
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.processing import output_processor

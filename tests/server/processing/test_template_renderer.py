@@ -18,8 +18,9 @@ from support.suite.rows import each_row
 
 from pagoda.common.errors import EngineDeadError, QueueFullError, RequestError
 from pagoda.common.text.chat_template import MAX_TEMPLATE_CHARS, render
-from pagoda.server.processing.workers import template_renderer
-from pagoda.server.processing.workers.template_renderer import MEMORY_BYTES, TemplateRenderer
+from pagoda.server.processing.workers import worker
+from pagoda.server.processing.workers.template_worker import MEMORY_BYTES
+from pagoda.server.processing.workers.worker import TemplateRenderer
 
 CHAT = [{"role": "user", "content": "hi"}]
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -164,7 +165,7 @@ def test_a_bomb_delays_no_other_lane() -> None:
 def test_too_many_templates_of_clients_at_once_are_refused(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_renderer, "MAX_WAITING", 1)
+    monkeypatch.setattr(worker, "MAX_WAITING_TEMPLATES", 1)
     release = threading.Event()
     waiting = renderer.submit("client", release.wait)
     with pytest.raises(QueueFullError):

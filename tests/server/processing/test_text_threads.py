@@ -11,8 +11,8 @@ from support.checkpoints.byte_text import byte_tokenizer
 from support.suite.watching import until
 
 from pagoda.common.text.tokenizer import TokenisingCancelledError
-from pagoda.server.processing.queue_use import OverLimitError
-from pagoda.server.processing.workers.text_threads import MAX_CHARACTERS, MAX_WAITING, TextThreads
+from pagoda.server.core_client.client import OverLimitError
+from pagoda.server.processing.workers.waiting_lines import MAX_CHARACTERS, MAX_WAITING, TextThreads
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.grammar import vocabulary_of
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.registry import family
-from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.startup.engine import BuiltEngine
 
 MAX_LEN = 64

@@ -20,7 +20,7 @@ from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.pooling.scheduler import pooling_core
 from pagoda.common.engine.pooling.values import PoolingRules, PoolPlan, PoolResult
-from pagoda.server.ipc_messages import PoolingInfo
+from pagoda.server.core_client.ipc_messages import PoolingInfo
 
 SIZE = 8
 

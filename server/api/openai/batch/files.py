@@ -14,8 +14,7 @@ from pagoda.common.errors import RequestError
 from pagoda.server.api.openai.batch.upload import Upload
 from pagoda.server.http.body import MAX_IGNORED, Ignored, note_ignored
 from pagoda.server.http.errors import HttpError
-from pagoda.server.http.response import json_response
-from pagoda.server.http.server import owner_of
+from pagoda.server.http.response import json_response, owner_of
 from pagoda.server.http.state import ServerState, server_of
 
 PURPOSES: Final = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")

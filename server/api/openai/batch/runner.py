@@ -24,10 +24,10 @@ from starlette.types import ASGIApp
 from pagoda.common.errors import ConfigError
 from pagoda.server.api.openai.batch.lines import BatchRequest, LineError, answer_line, in_order, parse_line, post
 from pagoda.server.http.errors import HttpError
-from pagoda.server.http.server import OWNER_KEY
+from pagoda.server.http.response import OWNER_KEY
 from pagoda.server.http.state import ServerState
 from pagoda.server.http.stores.files import FileWriter, StoredFile, write_json
-from pagoda.server.processing.queue_use import FairLine
+from pagoda.server.processing.workers.waiting_lines import FairLine
 
 MAX_BATCHES: Final = 1_000
 """Maximum number of batches kept; the oldest that has ended is dropped first."""

@@ -23,8 +23,7 @@ from pagoda.server.api.openai.responses.pagination import ignored_parameters, pa
 from pagoda.server.api.openai.responses.request import Metadata
 from pagoda.server.http.body import RequestBody, note_ignored, read_body
 from pagoda.server.http.errors import HttpError
-from pagoda.server.http.response import json_response
-from pagoda.server.http.server import owner_of
+from pagoda.server.http.response import json_response, owner_of
 from pagoda.server.http.state import server_of
 from pagoda.server.http.stores.conversations import StoredConversation
 

@@ -42,9 +42,9 @@ from pagoda.server.http.response import (
     encode_json,
     json_response,
     named_event,
+    owner_of,
     respond,
 )
-from pagoda.server.http.server import owner_of
 from pagoda.server.http.state import ServerState, model_of, server_of
 from pagoda.server.http.stores.conversations import StoredConversation
 from pagoda.server.http.stores.responses import StoredResponse

@@ -24,9 +24,9 @@ from pagoda.server.http.response import (
     EventStyle,
     json_response,
     named_event,
+    owner_of,
     with_pauses,
 )
-from pagoda.server.http.server import owner_of
 from pagoda.server.http.state import ServerState, server_of
 from pagoda.server.http.stores.responses import StoredResponse
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pagoda.server.api.openai.response import BestOf
-from pagoda.server.http.response import Usage
+from pagoda.server.http.response import BestOf, Usage
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 
 

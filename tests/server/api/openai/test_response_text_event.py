@@ -7,8 +7,7 @@ import json
 from support.servers.live_server import live_server
 from support.suite.rows import each_row
 
-from pagoda.server.api.openai.response import TextEvent
-from pagoda.server.http.response import event
+from pagoda.server.http.response import TextEvent, event
 
 TEXTS = ["a", "", '"', "\\", "\n", "\u2028", "é", "\U0001f600", "\ufdd0", '"\ufdd0"', "</script>", "\x00"]
 IDS = ["x", "\ufdd0", '"\ufdd0"', '\\"', "}{"]

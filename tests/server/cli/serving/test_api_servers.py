@@ -29,10 +29,10 @@ from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli.serving.api_servers import MAX_RESTARTS, KeptStreams, _Supervisor
 from pagoda.server.cli.serving.serve import check_processes
+from pagoda.server.core_client.ipc_messages import Failed, FromEngine, Rejoin, ToEngine
 from pagoda.server.http.forward import Forwarder
 from pagoda.server.http.peers import PeerReport
 from pagoda.server.http.response import KEEP_STREAM, LOST_RESPONSE
-from pagoda.server.ipc_messages import Failed, FromEngine, Rejoin, ToEngine
 from pagoda.server.settings.flags import AsyncEngineArgs
 
 COUNT = 3

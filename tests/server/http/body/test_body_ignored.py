@@ -13,7 +13,7 @@ from support.servers.live_server import LiveServer, live_server
 from pagoda.server.api.openai.chat import ChatCompletionRequest
 from pagoda.server.api.openai.responses.request import ResponsesRequest
 from pagoda.server.http.body import MAX_IGNORED, Ignored, parse, parse_tolerant
-from pagoda.server.http.server import MAX_HEADER_BYTES, MAX_HEADER_NAMES, header_value
+from pagoda.server.http.response import MAX_HEADER_BYTES, MAX_HEADER_NAMES, header_value
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "a"}
@@ -127,7 +127,7 @@ def test_no_header_without_ignored_parts(server: LiveServer, path: str, body: di
 
 def test_ignored_parts_are_logged_and_counted(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     before = counts(server)
-    with caplog.at_level(logging.DEBUG, "pagoda.server.http.server"):
+    with caplog.at_level(logging.DEBUG, "pagoda.server.http.response"):
         server.post(CHAT, BODIES[CHAT] | {"a\nb": 1, "c": 2, "store": True, "tools": [{"type": "web_search"}]})
     assert [record.getMessage() for record in caplog.records] == [
         f"POST {CHAT}: ignored a%0Ab, c, store, tools[type=web_search]"

@@ -8,8 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagoda.server.http.response import EventStream
-from pagoda.server.http.server import DirectSendMiddleware
+from pagoda.server.http.response import DirectSendMiddleware, EventStream
 from pagoda.server.http.state import StopSignal
 
 

@@ -22,7 +22,7 @@ from support.suite.rows import each_row
 from pagoda.common.errors import ConfigError, ModelError, RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.cli import main
-from pagoda.server.ipc_messages import EngineInfo
+from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.settings.flags import EngineArgs, FlagParser
