@@ -24,16 +24,6 @@ SUPPORTED: Final = Supported(
         *(Attention, LatentAttention, GatedDelta),
         *(KimiDelta, LightningAttention, Mamba, Mamba2, ShortConvolution),
     ),
-    features=frozenset(
-        {
-            *("shared cache", "output gate", "ALiBi", "sinks", "chunks", "query growth", "value norm"),
-            *("values are keys", "scaled beta", "several mixers", "no mixer", "no ffn", "sparse gate", "side mixture"),
-            *("low-rank residual", "normed residual", "output scale", "per-layer embedding", "AltUp"),
-            *("gate per head", "latent gate", "latent query growth", "clipped gate", "shortcut", "blend"),
-            *("root of ALiBi", "chunk lookback", "value width", "empty layer", "input block"),
-            *("direct decay", "bounded decay", "indexer", "block indexer"),
-        }
-    ),
 )
 
 _DEQUANTISES: Final = SchemeSupport("dequantises", "the model's type")

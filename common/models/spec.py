@@ -254,14 +254,14 @@ class Layer:
 
     @property
     def attention(self) -> Attention:
-        """The only mixer of a layer of one `Attention` (see `Supported`)."""
+        """The only mixer of a layer of one `Attention`."""
         (mixer,) = self.mixers
         assert isinstance(mixer, Attention)
         return mixer
 
     @property
     def feed_forward(self) -> Ffn:
-        """The ffn of a layer that has one (see `Supported`)."""
+        """The ffn of a layer that has one."""
         assert self.ffn is not None
         return self.ffn
 
