@@ -25,6 +25,7 @@ SMALL: Final = 80
 
 REASONS: Final[Mapping[str, str]] = {
     "common/models/families/": "a file per model family",
+    "common/models/mixers/": "a file per kind of mixer",
     "common/weights/quantization/methods/": "a file per quant_method",
     "backends/reference/model/": "a file per mixer",
     "backends/torch_cuda/kernels/": "a folder per kernel",
