@@ -20,7 +20,6 @@ from pagoda.common.config.settings import merge_json
 from pagoda.common.errors import ModelError, reading
 from pagoda.common.models.family import Family, PoolUse, Rename, Rule, linear
 from pagoda.common.models.hf_config import HfConfig
-from pagoda.common.models.mixers import Attention, LatentAttention
 from pagoda.common.models.mixers.caches import WindowCache
 from pagoda.common.models.spec import Dense, ModelSpec, Pooler, TokenSelection
 from pagoda.common.models.token_classifier import TokenClassifier, text_keys
@@ -475,11 +474,7 @@ def _without_old_kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
 def within_context(spec: ModelSpec, max_len: int) -> ModelSpec:
     """Return the spec for sequences of at most `max_len` tokens, without what makes no difference there."""
     layers = tuple(
-        replace(
-            layer,
-            mixers=tuple(m.within(max_len) if isinstance(m, Attention | LatentAttention) else m for m in layer.mixers),
-        )
-        for layer in spec.layers
+        replace(layer, mixers=tuple(mixer.within(max_len) for mixer in layer.mixers)) for layer in spec.layers
     )
     return spec if layers == spec.layers else replace(spec, layers=layers)
 

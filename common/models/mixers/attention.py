@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.common.models.mixers.base import CHUNKS_CHANGE_NUMBERS, MixerBase
 from pagoda.common.models.mixers.caches import CacheSpec, FullCache, IndexCache, WindowCache
 from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Norm, Param, adapter_params, linear_params, norm_params
@@ -22,6 +26,10 @@ class QueryGrowth:
     rate: float
     period: int
     offset: int = 0
+
+    def within(self, max_len: int) -> QueryGrowth | None:
+        """Return the growth in sequences of at most `max_len` tokens: None if the factor is 1 for all of them."""
+        return None if max_len - 1 + self.offset < self.period else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,7 @@ class BlockIndexer:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(MixerBase):
     """Softmax attention with grouped KV heads."""
 
     heads: int
@@ -81,6 +89,7 @@ class Attention:
     blocks: BlockIndexer | None = None  # None: a query attends to all tokens that it sees
     beside_embedding: bool = False  # q, k and v are projected from x and the token's embedding side by side
     adapter_rank: int | None = None  # low-rank adapters of q, k and v: q x + q_adapter_out q_adapter x
+    lora_targets: ClassVar[tuple[str, ...]] = ("q", "k", "v", "o", "gate")
 
     def __post_init__(self) -> None:
         assert not (self.qk_norm_after_rope and self.qk_norm_over == "full"), (
@@ -120,6 +129,21 @@ class Attention:
     def lookback(self) -> int:
         """Tokens before its chunk that a query attends to."""
         return 0 if self.chunk is None else self.chunk * self.chunk_lookback
+
+    @property
+    def reads_embedding(self) -> bool:
+        """Whether it reads the token's embedding beside its input."""
+        return self.beside_embedding
+
+    @property
+    def cache_owner(self) -> int | None:
+        """The earlier layer whose K and V it reads instead of its own; None for its own."""
+        return self.shares_cache_of
+
+    @property
+    def shared_form(self) -> tuple[CacheSpec, Rope | None] | None:
+        """What layers that share K and V have in common: their cache, and the RoPE of the keys."""
+        return self.keys_and_values, self.rope
 
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the caches kept per sequence: K and V, unless they are another layer's, and the indexer's keys."""
@@ -178,6 +202,10 @@ class Attention:
             rows = ((name, count * self.head_dim, axis),)
             yield from adapter_params(name, self.adapter_rank, self.input_width(width), rows)
 
+    def without_adapters(self) -> Attention:
+        """Return the mixer without low-rank adapters."""
+        return replace(self, adapter_rank=None)
+
     def input_width(self, width: int) -> int:
         """Return the channels that q, k and v are projected from, with a residual stream of `width`."""
         return 2 * width if self.beside_embedding else width
@@ -204,7 +232,7 @@ class Attention:
     def within(self, max_len: int) -> Attention:
         """Return the mixer for sequences of at most `max_len` tokens, without what makes no difference there."""
         chunk = None if self.seen_chunks is not None and self.seen_chunks >= max_len else self.chunk
-        growth = _growth_within(self.query_growth, max_len)
+        growth = None if self.query_growth is None else self.query_growth.within(max_len)
         if (chunk, growth) == (self.chunk, self.query_growth):
             return self
         return replace(self, chunk=chunk, chunk_lookback=self.chunk_lookback if chunk else 0, query_growth=growth)
@@ -220,7 +248,24 @@ class Attention:
             return f"{self.kv_heads} KV heads"
         return None
 
+    def batch_dependence(self) -> str | None:
+        """Return why numbers of a token depend on the other tokens of a step, with the remedy; None: they do not."""
+        if self.blocks is not None:
+            return f"the model has mixers of kind {type(self).__name__} with an indexer, {CHUNKS_CHANGE_NUMBERS}"
+        if self.chunk is None:
+            return None
+        return (
+            "the model attends in chunks, at whose ends numbers depend on the batch; drop it, or use "
+            f"--max-model-len {self.seen_chunks}"
+        )
 
-def _growth_within(growth: QueryGrowth | None, max_len: int) -> QueryGrowth | None:
-    """Return the factor on queries of sequences of at most `max_len` tokens, None if it is 1 for all."""
-    return None if growth is not None and max_len - 1 + growth.offset < growth.period else growth
+    def half_split_orders(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """Yield the parameters of query and key heads, and the order that makes their channels half-split."""
+        if self.rope is not None and self.rope.interleaved:
+            order = self.rope.half_split_order(after=self.head_dim - self.rope.dim)
+            for part in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm", "q_norm_bias", "k_norm_bias"):
+                yield part, order
+
+    def lora_copies(self) -> Mapping[str, str]:
+        """Return the values that are keys: they have no parameter of their own."""
+        return {"v": "k"} if self.values_are_keys else {}

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pagoda.common.models.mixers.base import MixerBase
 from pagoda.common.models.mixers.caches import CacheSpec, StateCache
 from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
-from pagoda.common.models.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDelta:
+class GatedDelta(MixerBase):
     """Linear attention by the gated delta rule (arXiv 2412.06464), with an output gate.
 
     q, k, v = silu(convolution(q x, k x, v x)), causal and of each channel by itself; then q and k of each head are
@@ -36,6 +36,7 @@ class GatedDelta:
     norm: Norm  # of each value head
     beta_scale: float = 1.0  # 2: the factors on the state have eigenvalues down to -1 (arXiv 2411.12537)
     causal: ClassVar[bool] = True
+    lora_targets: ClassVar[tuple[str, ...]] = ("q", "k", "v", "gate", "beta", "decay", "o")
 
     @property
     def channels(self) -> int:
@@ -73,14 +74,6 @@ class GatedDelta:
         yield Param("decay_offset", (self.value_heads,), "N")
         yield from norm_params("norm", self.norm, self.value_dim, "H")
         yield from linear_params("o", width, values, "DN")
-
-    def ropes(self) -> tuple[Rope, ...]:
-        """Return the ropes whose tables the mixer reads: none."""
-        return ()
-
-    def without_window(self) -> GatedDelta:
-        """Return the mixer that sees all tokens: itself."""
-        return self
 
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""

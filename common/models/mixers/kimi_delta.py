@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pagoda.common.models.mixers.base import MixerBase
 from pagoda.common.models.mixers.caches import CacheSpec, StateCache
 from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Norm, Param, conv_params, linear_params, norm_params
-from pagoda.common.models.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDelta:
+class KimiDelta(MixerBase):
     """Linear attention by the gated delta rule with a decay per channel (KDA, arXiv 2510.26692), and an output gate.
 
     q, k, v and beta are those of `GatedDelta`. log decay [head_dim] = -exp(decay_rate) * softplus(decay_b decay_a x +
@@ -34,6 +34,19 @@ class KimiDelta:
     norm: Norm  # of each head
     decay_bound: float | None = None  # below 0
     causal: ClassVar[bool] = True
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        "q",
+        "k",
+        "v",
+        "beta",
+        "decay_a",
+        "gate_a",
+        "decay_b",
+        "gate_b",
+        "decay",
+        "gate",
+        "o",
+    )
 
     @property
     def width(self) -> int:
@@ -70,14 +83,6 @@ class KimiDelta:
         yield Param("decay_offset", (self.width,), "N", float32=True)
         yield from norm_params("norm", self.norm, self.head_dim, "H")
         yield from linear_params("o", width, self.width, "DN")
-
-    def ropes(self) -> tuple[Rope, ...]:
-        """Return the ropes whose tables the mixer reads: none."""
-        return ()
-
-    def without_window(self) -> KimiDelta:
-        """Return the mixer that sees all tokens: itself."""
-        return self
 
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""

@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from pagoda.common.models.mixers.attention import Attention, QueryGrowth, _growth_within
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.common.models.mixers.attention import Attention, QueryGrowth
+from pagoda.common.models.mixers.base import MixerBase
 from pagoda.common.models.mixers.caches import CacheSpec, IndexCache, LatentCache
 from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
@@ -36,7 +40,7 @@ class Indexer:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentAttention:
+class LatentAttention(MixerBase):
     """Multi-head latent attention (MLA, arXiv 2405.04434): K and V of all heads are projections of a token's latent.
 
     latent, rotary key = kv_a x; latent = kv_a_norm(latent); per head k = [kv_b latent, rope(rotary key)] and
@@ -56,6 +60,7 @@ class LatentAttention:
     query_growth: QueryGrowth | None = None  # of the queries, after RoPE
     gate_per_head: bool = False  # o reads the attended values * sigmoid(gate x), one number per head
     causal: ClassVar[bool] = True
+    lora_targets: ClassVar[tuple[str, ...]] = ("q", "q_a", "q_b", "kv_a", "gate", "o")
 
     def __post_init__(self) -> None:
         assert self.indexer is None or self.query_rank is not None, "an indexer reads the low-rank queries"
@@ -99,18 +104,30 @@ class LatentAttention:
         """Return the ropes whose tables the mixer reads."""
         return (self.rope,) if self.indexer is None else (self.rope, self.indexer.rope)
 
-    def without_window(self) -> LatentAttention:
-        """Return the mixer that sees all tokens: itself."""
-        return self
-
     def within(self, max_len: int) -> LatentAttention:
         """Return the mixer for sequences of at most `max_len` tokens, without what makes no difference there."""
-        growth = _growth_within(self.query_growth, max_len)
+        growth = None if self.query_growth is None else self.query_growth.within(max_len)
         return self if growth == self.query_growth else replace(self, query_growth=growth)
 
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
         return f"{self.heads} query heads" if self.heads % ranks else None
+
+    def half_split_orders(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """Yield the parameters of queries and rotary keys, and the order that makes their channels half-split.
+
+        The rotary channels are the last ones of a query head, and of the projection to latents.
+        """
+        if self.rope.interleaved:
+            for channels, parts in ((self.nope_dim, ("q", "q_b")), (self.latent_dim, ("kv_a", "kv_a_bias"))):
+                order = self.rope.half_split_order(before=channels)
+                for part in parts:
+                    yield part, order
+        if self.indexer is not None and self.indexer.rope.interleaved:
+            rope = self.indexer.rope
+            order = rope.half_split_order(after=self.indexer.head_dim - rope.dim)
+            for part in ("q", "k", "k_norm", "k_norm_bias"):
+                yield f"indexer.{part}", order
 
     def expanded(self) -> Attention:
         """Return the attention of the projected heads, whose q, k and v are given; value heads may be narrower."""

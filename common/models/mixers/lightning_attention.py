@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pagoda.common.models.mixers.base import MixerBase
 from pagoda.common.models.mixers.caches import CacheSpec, StateCache
 from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
@@ -13,7 +14,7 @@ from pagoda.common.models.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
-class LightningAttention:
+class LightningAttention(MixerBase):
     """Linear attention with a constant decay per head (lightning attention, arXiv 2401.04658), and an output gate.
 
     q, k, v = silu(q x), silu(k x), silu(v x). Each head has a state S [head_dim, head_dim] in float32, for each token:
@@ -33,6 +34,7 @@ class LightningAttention:
     qk_norm: Norm | None = None  # of each head of q and k, before RoPE
     rope: Rope | None = None  # of q and k
     causal: ClassVar[bool] = True
+    lora_targets: ClassVar[tuple[str, ...]] = ("q", "k", "v", "gate", "o")
 
     def __post_init__(self) -> None:
         assert len(self.slopes) % self.groups == 0, "a group has whole heads"
@@ -64,10 +66,6 @@ class LightningAttention:
     def ropes(self) -> tuple[Rope, ...]:
         """Return the ropes whose tables the mixer reads."""
         return () if self.rope is None else (self.rope,)
-
-    def without_window(self) -> LightningAttention:
-        """Return the mixer that sees all tokens: itself."""
-        return self
 
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""

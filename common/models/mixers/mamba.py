@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pagoda.common.models.mixers.base import MixerBase
 from pagoda.common.models.mixers.caches import CacheSpec, StateCache
 from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Norm, Param, conv_params, linear_params, norm_params
-from pagoda.common.models.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba:
+class Mamba(MixerBase):
     """State space model with a decay per channel and state (Mamba, arXiv 2312.00752), and an output gate.
 
     v = silu(convolution(v x)), causal and of each channel by itself. step = softplus(step norm(step_a v) +
@@ -34,6 +34,7 @@ class Mamba:
     bias: bool = False  # of v, gate and o
     conv_bias: bool = True
     causal: ClassVar[bool] = True
+    lora_targets: ClassVar[tuple[str, ...]] = ("v", "gate", "o")
 
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the caches kept per sequence: the last inputs of the convolution, then the states of all channels."""
@@ -56,14 +57,6 @@ class Mamba:
         yield Param("decay_rate", (self.channels, self.state_dim), "N.", float32=True)
         yield Param("skip", (self.channels,), "N", float32=True)
         yield from linear_params("o", width, self.channels, "DN", self.bias)
-
-    def ropes(self) -> tuple[Rope, ...]:
-        """Return the ropes whose tables the mixer reads: none."""
-        return ()
-
-    def without_window(self) -> Mamba:
-        """Return the mixer that sees all tokens: itself."""
-        return self
 
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pagoda.common.models.mixers.base import MixerBase
 from pagoda.common.models.mixers.caches import CacheSpec, StateCache
 from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Norm, Param, conv_params, linear_params, norm_params
-from pagoda.common.models.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2:
+class Mamba2(MixerBase):
     """State space model with a scalar decay per head (Mamba-2, arXiv 2405.21060), and an output gate.
 
     v, b, c = silu(convolution(v x, b x, c x)), causal and of each channel by itself; b and c serve the heads of a
@@ -38,6 +38,7 @@ class Mamba2:
     conv_bias: bool = True
     step_limit: tuple[float, float] = (0.0, math.inf)
     causal: ClassVar[bool] = True
+    lora_targets: ClassVar[tuple[str, ...]] = ("v", "b", "c", "gate", "step", "o")
 
     @property
     def width(self) -> int:
@@ -78,14 +79,6 @@ class Mamba2:
             yield Param(name, (self.heads,), "N", float32=True)
         yield from norm_params("norm", self.norm, self.width, "N")
         yield from linear_params("o", width, self.width, "DN", self.bias)
-
-    def ropes(self) -> tuple[Rope, ...]:
-        """Return the ropes whose tables the mixer reads: none."""
-        return ()
-
-    def without_window(self) -> Mamba2:
-        """Return the mixer that sees all tokens: itself."""
-        return self
 
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does.

@@ -6,20 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pagoda.common.models.mixers.base import MixerBase
 from pagoda.common.models.mixers.caches import CacheSpec, StateCache
 from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Param, conv_params, linear_params
-from pagoda.common.models.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvolution:
+class ShortConvolution(MixerBase):
     """A short causal convolution between two gates (LFM2): o (c x * convolution(b x * v x)), each channel by itself."""
 
     channels: int
     taps: int  # a token and the taps - 1 before it
     bias: bool = False  # of the linear layers and the convolution
     causal: ClassVar[bool] = True
+    lora_targets: ClassVar[tuple[str, ...]] = ("b", "c", "v", "o")
 
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the cache kept per sequence: the last inputs of the convolution [channels, taps - 1]."""
@@ -35,14 +36,6 @@ class ShortConvolution:
             yield from linear_params(part, self.channels, width, "ND", self.bias)
         yield from conv_params("conv", self.channels, self.taps, "N", self.bias)
         yield from linear_params("o", width, self.channels, "DN", self.bias)
-
-    def ropes(self) -> tuple[Rope, ...]:
-        """Return the ropes whose tables the mixer reads: none."""
-        return ()
-
-    def without_window(self) -> ShortConvolution:
-        """Return the mixer that sees all tokens: itself."""
-        return self
 
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
