@@ -269,3 +269,10 @@ class Attention(MixerBase):
     def lora_copies(self) -> Mapping[str, str]:
         """Return the values that are keys: they have no parameter of their own."""
         return {"v": "k"} if self.values_are_keys else {}
+
+
+def alibi_slopes(heads: int, largest: float = 8.0) -> tuple[float, ...]:
+    """Return ALiBi's slopes (arXiv 2108.12409): powers of two, those of the next larger power of two heads thinned."""
+    wide = 1 << (heads - 1).bit_length()
+    slopes = [2.0 ** (-largest * (head + 1) / wide) for head in range(wide)]
+    return tuple(slopes) if wide == heads else (*slopes[1::2], *slopes[::2])[:heads]

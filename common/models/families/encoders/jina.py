@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from pagoda.common.models.families.encoders.bert import BERT, ROBERTA, attention, encoder_pooler, encoder_rules
 from pagoda.common.models.families.encoders.rotary import layer_rules
-from pagoda.common.models.families.gpt_block.bloom import alibi_slopes
 from pagoda.common.models.family import PoolUse, fused_linear, linear
 from pagoda.common.models.hf_config import HfConfig
+from pagoda.common.models.mixers.attention import alibi_slopes
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import Activation, Embedding, Layer, Mlp, ModelSpec, Norms, Pooler
 

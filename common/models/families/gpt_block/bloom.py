@@ -7,15 +7,9 @@ from dataclasses import replace
 from pagoda.common.models.family import Family, Rename, Split, fused_linear, layer_norm, linear
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.mixers import Attention
+from pagoda.common.models.mixers.attention import alibi_slopes
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import Embedding, Layer, Mlp, ModelSpec, Norms
-
-
-def alibi_slopes(heads: int, largest: float = 8.0) -> tuple[float, ...]:
-    """Return ALiBi's slopes (arXiv 2108.12409): powers of two, those of the next larger power of two heads thinned."""
-    wide = 1 << (heads - 1).bit_length()
-    slopes = [2.0 ** (-largest * (head + 1) / wide) for head in range(wide)]
-    return tuple(slopes) if wide == heads else (*slopes[1::2], *slopes[::2])[:heads]
 
 
 def _bloom(config: HfConfig) -> ModelSpec:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.common.models.families.gpt_block.bloom import alibi_slopes
 from pagoda.common.models.family import Family, Rename, decoder, fused_linear, layer_norm, linear, rotary_attention
 from pagoda.common.models.hf_config import HfConfig
+from pagoda.common.models.mixers.attention import alibi_slopes
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pagoda.common.models import hf_config
-from pagoda.common.models.families.gpt_block.bloom import alibi_slopes
 from pagoda.common.models.family import (
     EMBED_RULES,
     MLP_RULES,
@@ -23,6 +22,7 @@ from pagoda.common.models.family import (
 )
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.mixers import Attention
+from pagoda.common.models.mixers.attention import alibi_slopes
 from pagoda.common.models.spec import ModelSpec
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.common.models.families.gpt_block.bloom import alibi_slopes
 from pagoda.common.models.families.llama_block.llama import LLAMA
 from pagoda.common.models.family import gated_mlp, grouped_attention, pre_norm_decoder, rms_norm
 from pagoda.common.models.hf_config import HfConfig
+from pagoda.common.models.mixers.attention import alibi_slopes
 from pagoda.common.models.spec import ModelSpec
 
 

@@ -6,13 +6,13 @@ from typing import Final
 
 from pagoda.common.models import hf_config
 from pagoda.common.models.families.experts import leading_dense
-from pagoda.common.models.families.gpt_block.bloom import alibi_slopes
 from pagoda.common.models.families.latent.deepseek import latent_attention
 from pagoda.common.models.families.recurrent.bailing_hybrid import HYBRID_RULES, hybrid_kinds
 from pagoda.common.models.families.sigmoid_mixtures.bailing import bailing_moe, name_keys
 from pagoda.common.models.family import Family, Rename, Split, pre_norm_decoder, rms_norm
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.mixers import LightningAttention, Mixer
+from pagoda.common.models.mixers.attention import alibi_slopes
 from pagoda.common.models.spec import ModelSpec
 
 _OFF: Final = ("use_bias", "use_qkv_bias", "linear_silu", "use_linear_silu", "use_mla_nope", "use_nGPT", "value_norm")
