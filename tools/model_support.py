@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,6 +70,16 @@ _SAME_LAYERS: Final = {
     "Param2MoEForCausalLM": "BailingMoeV2ForCausalLM",
 }
 """Architectures whose family has no tiny model -> one with the same layers."""
+
+
+def family_descriptions(module: str) -> dict[str, str]:
+    """Return the description of each architecture in the head of a file of `common/models/families`."""
+    head = import_module(f"pagoda.common.models.families.{module}").__doc__ or ""
+    descriptions = {}
+    for entry in head.split("\n- ")[1:]:
+        names, _, about = " ".join(entry.split()).partition("`: ")
+        descriptions |= dict.fromkeys(names.strip("`").split("`, `"), about)
+    return descriptions
 
 
 def statuses() -> dict[str, tuple[str, ...]]:
