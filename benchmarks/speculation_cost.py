@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pagoda.common.models.drafters import DrafterSpec, LanguageDrafter, drafter_params
-from pagoda.common.models.families.drafters.family import drafter_of, language_drafter
+from pagoda.common.models.families.drafters import drafter_of, language_drafter
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params

@@ -22,7 +22,6 @@ from pagoda.common.engine.sampling.rules import USUAL, SamplerOptions
 from pagoda.common.engine.steps.contract import StepPlan, StepResult, TokenMasks
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.drafters import DrafterSpec
-from pagoda.common.models.mixers import Attention
 from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.transformers_spec import AnySpec
@@ -126,20 +125,8 @@ class BackendOptions:
 
     def _check_batch_invariant(self) -> None:
         for mixer in self.spec.mixers:
-            blocks = isinstance(mixer, Attention) and mixer.blocks is not None
-            if blocks or not isinstance(mixer, Attention):
-                kind = f"{type(mixer).__name__} with an indexer" if blocks else type(mixer).__name__
-                raise ConfigError(
-                    "--batch-invariant",
-                    f"the model has mixers of kind {kind}, whose numbers depend on how a prompt is cut "
-                    "into chunks; drop it",
-                )
-            if mixer.chunk is not None:
-                raise ConfigError(
-                    "--batch-invariant",
-                    "the model attends in chunks, at whose ends numbers depend on the batch; drop it, or use "
-                    f"--max-model-len {mixer.seen_chunks}",
-                )
+            if (reason := mixer.batch_dependence()) is not None:
+                raise ConfigError("--batch-invariant", reason)
 
     def _check_drafts(self) -> None:
         if any(isinstance(group.spec, StateCache) for group in self.layout.groups):

@@ -259,15 +259,15 @@ def _metrics() -> str:
 
 def _models() -> str:
     statuses = model_support.statuses()
-    families: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for architecture, (module, _) in ARCHITECTURES.items():
-        families.setdefault((module, statuses[architecture]), []).append(architecture)
     rows = []
-    for (module, status), architectures in sorted(families.items()):
-        about = (import_module(f"pagoda.common.models.families.{module}").__doc__ or "").partition("\n")[0]
-        names = ", ".join(f"`{name}`" for name in architectures)
-        path = f"{module.replace('.', '/')}.py"
-        rows.append((names, *status, about, f"[{path}](../../common/models/families/{path})"))
+    for module in sorted({module for module, _ in ARCHITECTURES.values()}):
+        families: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        for architecture, about in model_support.family_descriptions(module).items():
+            if architecture in ARCHITECTURES:
+                families.setdefault((about, statuses[architecture]), []).append(architecture)
+        for (about, status), architectures in families.items():
+            names = ", ".join(f"`{name}`" for name in architectures)
+            rows.append((names, *status, about, f"[{module}.py](../../common/models/families/{module}.py)"))
     fallback = [(f"`{name}`", *model_support.FALLBACK_STATUS) for name in model_support.FALLBACK_ONLY]
     pooled = [(f"`{name}`", *model_support.POOLING_STATUS) for name in model_support.POOLED_BY_FALLBACK]
     backends = model_support.BACKENDS

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.supported import Supported
 
 _SUPPORTED: Final[Mapping[str, Supported | None]] = {"reference": None, "torch_cuda": TORCH_CUDA, "jax_tpu": JAX_TPU}
-"""Backend -> what it implements; None: every specification."""
+"""Backend -> the kinds of mixer that it computes; None: all."""
 
 BACKENDS: Final = tuple(_SUPPORTED)
 _WITH_FALLBACK: Final = ("reference", "torch_cuda")
@@ -71,18 +72,28 @@ _SAME_LAYERS: Final = {
 """Architectures whose family has no tiny model -> one with the same layers."""
 
 
+def family_descriptions(module: str) -> dict[str, str]:
+    """Return the description of each architecture in the head of a file of `common/models/families`."""
+    head = import_module(f"pagoda.common.models.families.{module}").__doc__ or ""
+    descriptions = {}
+    for entry in head.split("\n- ")[1:]:
+        names, _, about = " ".join(entry.split()).partition("`: ")
+        descriptions |= dict.fromkeys(names.strip("`").split("`, `"), about)
+    return descriptions
+
+
 def statuses() -> dict[str, tuple[str, ...]]:
     """Return the words for each backend by architecture, for all that have a specification."""
     by_family: dict[tuple[str, str], list[str]] = {}
     cases = list(_tiny_configs())
-    found: dict[str, tuple[str, ...]] = {}
+    by_architecture: dict[str, tuple[str, ...]] = {}
     for architecture in {config["architectures"][0] for config in cases}:
         configs = [config for config in cases if config["architectures"] == [architecture]]
-        found[architecture] = tuple(_status(backend, configs) for backend in BACKENDS)
+        by_architecture[architecture] = tuple(_status(backend, configs) for backend in BACKENDS)
         by_family.setdefault(ARCHITECTURES[architecture], []).append(architecture)
-    others = ARCHITECTURES.keys() - found.keys()
+    others = ARCHITECTURES.keys() - by_architecture.keys()
     like = {name: _SAME_LAYERS.get(name) or by_family[ARCHITECTURES[name]][0] for name in others}
-    return found | {name: found[other] for name, other in like.items()}
+    return by_architecture | {name: by_architecture[other] for name, other in like.items()}
 
 
 def _tiny_configs() -> Iterator[dict[str, Any]]:
@@ -97,28 +108,24 @@ def _tiny_configs() -> Iterator[dict[str, Any]]:
 
 
 def _status(backend: str, configs: list[dict[str, Any]]) -> str:
-    """Return how a backend computes an architecture; what only some of its models need is named."""
-    missing = dict.fromkeys(_missing(backend, spec_from_config(config)[0]) for config in configs)
-    lacks = [each for each in missing if each is not None]
-    if not lacks:
+    """Return how a backend computes an architecture; kinds of mixer that it lacks for some of its models are named."""
+    lacks = [_missing_kinds(backend, spec_from_config(config)[0]) for config in configs]
+    kinds = [kind for kinds in lacks for kind in kinds]
+    if not kinds:
         return "spec"
-    if None in missing:
-        return f"spec, without {' and '.join(lacks)}"
+    if () in lacks:
+        return f"spec, without {' and '.join(dict.fromkeys(kinds))}"
     if backend in _WITH_FALLBACK and all(_falls_back(config) for config in configs):
         return "fallback"
-    return f"refused: {lacks[0]}"
+    return f"refused: {kinds[0]}"
 
 
-def _missing(backend: str, spec: ModelSpec) -> str | None:
-    """Return the first thing of a specification that a backend does not implement."""
+def _missing_kinds(backend: str, spec: ModelSpec) -> tuple[str, ...]:
+    """Return the kinds of mixer of a specification that a backend does not compute."""
     supported = _SUPPORTED[backend]
-    try:
-        if supported is not None:
-            supported.check(spec)
-    except ModelError as error:
-        lacks = str(error).partition(" has ")[2].partition(", which ")[0].partition(" (")[0]
-        return lacks.removeprefix("a mixer of kind ")
-    return None
+    if supported is None:
+        return ()
+    return tuple(type(mixer).__name__ for mixer in spec.mixers if not isinstance(mixer, supported.mixers))
 
 
 def _falls_back(config: dict[str, Any]) -> bool:

@@ -24,7 +24,8 @@ SMALL: Final = 80
 """Lines below which a file with one importer belongs inside that importer, unless REASONS has it."""
 
 REASONS: Final[Mapping[str, str]] = {
-    "common/models/families/": "a file per model family",
+    "common/models/families/": "a file per kind of block",
+    "common/models/mixers/": "a file per kind of mixer",
     "common/weights/quantization/methods/": "a file per quant_method",
     "backends/reference/model/": "a file per mixer",
     "backends/torch_cuda/kernels/": "a folder per kernel",

@@ -9,20 +9,7 @@ from pagoda.common.models.supported import Supported
 from pagoda.common.weights.quantization.support import SchemeSupport
 from pagoda.common.weights.quantization.tensors import Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme
 
-SUPPORTED: Final = Supported(
-    "jax_tpu",
-    mixers=get_args(Mixer),
-    features=frozenset(
-        {
-            *("shared cache", "output gate", "ALiBi", "sinks", "chunks", "query growth", "value norm"),
-            *("values are keys", "scaled beta", "several mixers", "no mixer", "no ffn", "sparse gate", "side mixture"),
-            *("low-rank residual", "normed residual", "output scale", "per-layer embedding", "AltUp"),
-            *("gate per head", "latent gate", "latent query growth", "clipped gate", "shortcut", "blend"),
-            *("root of ALiBi", "chunk lookback", "value width", "empty layer", "input block"),
-            *("direct decay", "bounded decay", "indexer", "block indexer"),
-        }
-    ),
-)
+SUPPORTED: Final = Supported("jax_tpu", mixers=get_args(Mixer))
 
 _DEQUANTISES: Final = SchemeSupport("dequantises", "the model's type")
 

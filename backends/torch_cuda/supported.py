@@ -32,16 +32,6 @@ from pagoda.common.weights.quantization.tensors import (
 SUPPORTED: Final = Supported(
     "torch_cuda",
     mixers=(Attention, LatentAttention, GatedDelta, KimiDelta, LightningAttention, Mamba, Mamba2, ShortConvolution),
-    features=frozenset(
-        {
-            *("shared cache", "output gate", "ALiBi", "sinks", "chunks", "query growth", "value norm"),
-            *("values are keys", "indexer", "scaled beta", "several mixers", "no mixer", "no ffn", "sparse gate"),
-            *("side mixture", "low-rank residual", "normed residual", "output scale", "per-layer embedding", "AltUp"),
-            *("gate per head", "latent gate", "latent query growth", "clipped gate", "shortcut", "blend"),
-            *("root of ALiBi", "chunk lookback", "value width", "empty layer", "input block"),
-            *("direct decay", "bounded decay", "block indexer"),
-        }
-    ),
 )
 
 _DEQUANTISES: Final = SchemeSupport("dequantises", "the model's type")

@@ -66,3 +66,10 @@ def linear_params(
     yield Param(name, (rows, columns), axes, groups)
     if bias:
         yield Param(f"{name}_bias", (rows,), axes[0], groups)
+
+
+def conv_params(name: str, channels: int, taps: int, axis: str, bias: bool) -> Iterator[Param]:
+    """Yield the parameters of a convolution of each channel by itself."""
+    yield Param(name, (channels, 1, taps), f"{axis}..")
+    if bias:
+        yield Param(f"{name}_bias", (channels,), axis)

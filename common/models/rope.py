@@ -81,6 +81,15 @@ class Rope:
     scaling: RopeScaling | None = None
     interleaved: bool = False  # channels 2i and 2i + 1 form a pair, instead of i and i + dim/2
 
+    def half_split_order(self, *, before: int = 0, after: int = 0) -> npt.NDArray[np.int64]:
+        """Return the order of a head's channels that makes its rotary pairs 2i, 2i + 1 pairs i, i + dim/2.
+
+        The rotary channels come after `before` others, which stay in place, as do the `after` ones behind them.
+        """
+        rotary = before + np.arange(self.dim)
+        rest = before + self.dim + np.arange(after)
+        return np.concatenate([np.arange(before), rotary[::2], rotary[1::2], rest])
+
 
 def inverse_frequencies(rope: Rope, max_len: int) -> tuple[Float64, float]:
     """Return radians per token of each channel pair, float64 [dim/2], and the factor on cos and sin.

@@ -9,7 +9,7 @@ from math import prod
 from typing import Protocol, TypeVar
 
 from pagoda.common.errors import WeightError
-from pagoda.common.models.mixers import Attention, Mixer
+from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.primitives import Param, adapter_params, linear_params, norm_params
 from pagoda.common.models.spec import AltUp, InputBlock, Layer, Mlp, ModelSpec, Moe, PerLayerEmbedding, Pooler, SideMoe
 
@@ -76,8 +76,7 @@ def _mixer(mixer: Mixer, width: int, *, shared: bool) -> Iterator[Param]:
     """Yield a mixer's parameters; `shared`: without those that an earlier layer has."""
     if not shared:
         yield from mixer.parameters(width)
-    if isinstance(mixer, Attention):
-        yield from mixer.adapters(width)
+    yield from mixer.adapters(width)
 
 
 def _block(prefix: str, block: InputBlock, width: int, shared: bool) -> Iterator[Param]:

@@ -237,7 +237,7 @@ class Layer:
         assert not (self.parallel and self.norm_after_add), "a parallel layer has one sum, so no norm after each"
         beside = self.side_moe is not None or self.low_rank is not None
         assert not beside or (self.ffn is not None and not self.parallel), "mixers and ffn come one after the other"
-        besides = [mixer for mixer in self.mixers if isinstance(mixer, Attention) and mixer.beside_embedding]
+        besides = [mixer for mixer in self.mixers if mixer.reads_embedding]
         blocks = [] if self.block is None else list(self.mixers[:1])
         assert besides == blocks, "the attention of an input block, and no other, reads the embedding"
         assert self.block is None or len(self.mixers) > 1, "a block has mixers that read its output"
@@ -254,14 +254,14 @@ class Layer:
 
     @property
     def attention(self) -> Attention:
-        """The only mixer of a layer of one `Attention` (see `Supported`)."""
+        """The only mixer of a layer of one `Attention`."""
         (mixer,) = self.mixers
         assert isinstance(mixer, Attention)
         return mixer
 
     @property
     def feed_forward(self) -> Ffn:
-        """The ffn of a layer that has one (see `Supported`)."""
+        """The ffn of a layer that has one."""
         assert self.ffn is not None
         return self.ffn
 
@@ -401,8 +401,8 @@ class ModelSpec:
             self._check_blend(index, layer)
             self._check_block(index, layer)
             for mixer in layer.mixers:
-                if isinstance(mixer, Attention) and mixer.shares_cache_of is not None:
-                    self._check_shared_cache(index, mixer, mixer.shares_cache_of)
+                if mixer.cache_owner is not None:
+                    self._check_shared_cache(index, mixer, mixer.cache_owner)
 
     def _check_blend(self, index: int, layer: Layer) -> None:
         if layer.blend is not None and not 0 <= layer.blend.layer < index:
@@ -418,17 +418,17 @@ class ModelSpec:
         if not 0 <= owner <= index or (first := self.layers[owner].block) is None:
             raise ModelError(f"{shares}, which does not come before it or has no input block")
         adapted = replace(layer.block, adapter_rank=first.adapter_rank)
-        if first != adapted or _without_adapters(self.layers[owner].mixers[0]) != _without_adapters(layer.mixers[0]):
+        if first != adapted or self.layers[owner].mixers[0].without_adapters() != layer.mixers[0].without_adapters():
             raise ModelError(f"{shares}, whose block differs")
 
-    def _check_shared_cache(self, index: int, mixer: Attention, owner: int) -> None:
+    def _check_shared_cache(self, index: int, mixer: Mixer, owner: int) -> None:
         shares = f"layer {index} shares the cache of layer {owner}"
         if not 0 <= owner < index:
             raise ModelError(f"{shares}, which does not come before it")
         mixers = self.layers[owner].mixers
-        if len(mixers) != 1 or not isinstance(mixers[0], Attention) or not mixers[0].caches():
+        if len(mixers) != 1 or mixers[0].shared_form is None or not mixers[0].caches():
             raise ModelError(f"{shares}, which does not keep the K and V of one Attention")
-        if (mixers[0].keys_and_values, mixers[0].rope) != (mixer.keys_and_values, mixer.rope):
+        if mixers[0].shared_form != mixer.shared_form:
             raise ModelError(f"{shares}, whose KV heads, head dim, window or RoPE differ from its own")
 
     @property
@@ -448,8 +448,8 @@ class ModelSpec:
         numbers = itertools.count()
         for layer in self.layers:
             own = (tuple(itertools.islice(numbers, len(mixer.caches()))) for mixer in layer.mixers)
-            shared = (_shared_layer(mixer) for mixer in layer.mixers)
-            layers.append(tuple(read if owner is None else layers[owner][0] for read, owner in zip(own, shared)))
+            owners = (mixer.cache_owner for mixer in layer.mixers)
+            layers.append(tuple(kept if owner is None else layers[owner][0] for kept, owner in zip(own, owners)))
         return tuple(layers)
 
     @property
@@ -478,12 +478,3 @@ class ModelSpec:
     def hidden_width(self) -> int:
         """Width of the hidden state that the head or pooler reads."""
         return self.embedding.width or self.width
-
-
-def _without_adapters(mixer: Mixer) -> Mixer:
-    return replace(mixer, adapter_rank=None) if isinstance(mixer, Attention) else mixer
-
-
-def _shared_layer(mixer: Mixer) -> int | None:
-    """Return the layer whose cache the mixer reads instead of its own, None for its own."""
-    return mixer.shares_cache_of if isinstance(mixer, Attention) else None

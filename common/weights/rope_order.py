@@ -11,7 +11,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.models.mixers import Attention, LatentAttention
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.quantization.tensors import QuantizedTensor, Value, take_rows
 
@@ -22,8 +21,7 @@ _NORM: Final = "_norm"
 def half_split(spec: ModelSpec, weights: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
     """Yield the weights with the rows of each query and key head in half-split order.
 
-    Rotary channels 2i and 2i + 1 of an attention with interleaved RoPE move to i and i + dim/2; nothing else changes.
-    Those of `LatentAttention` are the last ones of a query head, and of the projection to latents.
+    Rotary channels 2i and 2i + 1 of a mixer with interleaved RoPE move to i and i + dim/2; nothing else changes.
     """
     moved = _moved(spec)
     for name, value in weights:
@@ -41,29 +39,9 @@ def half_split(spec: ModelSpec, weights: Iterable[tuple[str, Value]]) -> Iterato
 
 def _moved(spec: ModelSpec) -> dict[str, npt.NDArray[np.int64]]:
     """Return the channel order of a head for every parameter that has one."""
-    result: dict[str, npt.NDArray[np.int64]] = {}
-    for number, layer in enumerate(spec.layers):
-        for index, mixer in enumerate(layer.mixers):
-            if isinstance(mixer, LatentAttention) and mixer.rope.interleaved:
-                for dim, parts in ((mixer.nope_dim, ("q", "q_b")), (mixer.latent_dim, ("kv_a", "kv_a_bias"))):
-                    order = np.concatenate([np.arange(dim), dim + _halves(mixer.rope.dim)])
-                    result |= {f"layers.{number}.mixers.{index}.{part}": order for part in parts}
-            if (
-                isinstance(mixer, LatentAttention)
-                and (indexer := mixer.indexer) is not None
-                and indexer.rope.interleaved
-            ):
-                order = np.concatenate([_halves(indexer.rope.dim), np.arange(indexer.rope.dim, indexer.head_dim)])
-                for part in ("q", "k", "k_norm", "k_norm_bias"):
-                    result[f"layers.{number}.mixers.{index}.indexer.{part}"] = order
-            if isinstance(mixer, Attention) and mixer.rope is not None and mixer.rope.interleaved:
-                order = np.concatenate([_halves(mixer.rope.dim), np.arange(mixer.rope.dim, mixer.head_dim)])
-                for part in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm", "q_norm_bias", "k_norm_bias"):
-                    result[f"layers.{number}.mixers.{index}.{part}"] = order
-    return result
-
-
-def _halves(dim: int) -> npt.NDArray[np.int64]:
-    """Return the even channels of `dim`, then the odd ones."""
-    pairs = np.arange(dim)
-    return np.concatenate([pairs[::2], pairs[1::2]])
+    return {
+        f"layers.{number}.mixers.{index}.{parameter}": order
+        for number, layer in enumerate(spec.layers)
+        for index, mixer in enumerate(layer.mixers)
+        for parameter, order in mixer.half_split_orders()
+    }

@@ -10,7 +10,7 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.nested.speculative import FLAG, SpeculativeConfig
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.drafters import DrafterSpec, FeatureDrafter, LanguageDrafter
-from pagoda.common.models.families.drafters.family import (
+from pagoda.common.models.families.drafters import (
     DrafterFamily,
     drafter_of,
     implied_method,

@@ -14,12 +14,12 @@ from pathlib import Path
 import httpx
 import interface
 import pytest
-from model_support import FALLBACK_ONLY, UNSUPPORTED
+from model_support import FALLBACK_ONLY, UNSUPPORTED, family_descriptions
 from support.servers.served import REAL, environment, served, wait_ready
 from support.suite.rows import each_row
 
 import docs
-from pagoda.common.models.registry import ARCHITECTURES
+from pagoda.common.models.registry import ARCHITECTURES, ENCODERS, POOLERS
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -35,6 +35,15 @@ def test_the_support_table_lists_the_registry() -> None:
     named = set(re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel))`", table))
     assert named - set(ARCHITECTURES) - set(UNSUPPORTED) == set(FALLBACK_ONLY) > {"NanoChatForCausalLM"}
     assert set(UNSUPPORTED) <= named
+
+
+@each_row("module", sorted({module for module, _ in (*ARCHITECTURES.values(), *ENCODERS.values())}))
+def test_the_head_of_a_file_of_families_describes_its_architectures(module: str) -> None:
+    tables = (ARCHITECTURES, POOLERS, {f"{stem}Model": row for stem, row in ENCODERS.items()})
+    architectures = {name for table in tables for name, row in table.items() if row[0] == module}
+    descriptions = family_descriptions(module)
+    assert set(descriptions) == architectures
+    assert all(about.endswith(".") for about in descriptions.values())
 
 
 def test_the_number_of_architectures_is_stated_and_each_has_its_row() -> None:

@@ -1,1 +1,1 @@
-"""One file per model family: how its config is read and its tensors are named."""
+"""One file per kind of block: how the configs of its families are read and their tensors are named."""

@@ -7,15 +7,14 @@ layer. Parameter names are relative to the mixer.
 
 from __future__ import annotations
 
-from pagoda.common.models.mixers.attention import Attention, BlockIndexer, Indexer, LatentAttention, QueryGrowth
-from pagoda.common.models.mixers.recurrent import (
-    GatedDelta,
-    KimiDelta,
-    LightningAttention,
-    Mamba,
-    Mamba2,
-    ShortConvolution,
-)
+from pagoda.common.models.mixers.attention import Attention, BlockIndexer, QueryGrowth
+from pagoda.common.models.mixers.gated_delta import GatedDelta
+from pagoda.common.models.mixers.kimi_delta import KimiDelta
+from pagoda.common.models.mixers.latent_attention import Indexer, LatentAttention
+from pagoda.common.models.mixers.lightning_attention import LightningAttention
+from pagoda.common.models.mixers.mamba import Mamba
+from pagoda.common.models.mixers.mamba2 import Mamba2
+from pagoda.common.models.mixers.short_convolution import ShortConvolution
 
 __all__ = [
     "Attention",

@@ -1,12 +1,16 @@
-"""Mixers that attend: softmax attention over cached keys and values, and multi-head latent attention."""
+"""Softmax attention over cached keys and values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from pagoda.common.models.mixers.caches import CacheSpec, FullCache, IndexCache, LatentCache, WindowCache
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.common.models.mixers.base import CHUNKS_CHANGE_NUMBERS, MixerBase
+from pagoda.common.models.mixers.caches import CacheSpec, FullCache, IndexCache, WindowCache
 from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Norm, Param, adapter_params, linear_params, norm_params
 from pagoda.common.models.rope import Rope
@@ -22,6 +26,10 @@ class QueryGrowth:
     rate: float
     period: int
     offset: int = 0
+
+    def within(self, max_len: int) -> QueryGrowth | None:
+        """Return the growth in sequences of at most `max_len` tokens: None if the factor is 1 for all of them."""
+        return None if max_len - 1 + self.offset < self.period else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,7 @@ class BlockIndexer:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(MixerBase):
     """Softmax attention with grouped KV heads."""
 
     heads: int
@@ -81,6 +89,7 @@ class Attention:
     blocks: BlockIndexer | None = None  # None: a query attends to all tokens that it sees
     beside_embedding: bool = False  # q, k and v are projected from x and the token's embedding side by side
     adapter_rank: int | None = None  # low-rank adapters of q, k and v: q x + q_adapter_out q_adapter x
+    lora_targets: ClassVar[tuple[str, ...]] = ("q", "k", "v", "o", "gate")
 
     def __post_init__(self) -> None:
         assert not (self.qk_norm_after_rope and self.qk_norm_over == "full"), (
@@ -120,6 +129,21 @@ class Attention:
     def lookback(self) -> int:
         """Tokens before its chunk that a query attends to."""
         return 0 if self.chunk is None else self.chunk * self.chunk_lookback
+
+    @property
+    def reads_embedding(self) -> bool:
+        """Whether it reads the token's embedding beside its input."""
+        return self.beside_embedding
+
+    @property
+    def cache_owner(self) -> int | None:
+        """The earlier layer whose K and V it reads instead of its own; None for its own."""
+        return self.shares_cache_of
+
+    @property
+    def shared_form(self) -> tuple[CacheSpec, Rope | None] | None:
+        """What layers that share K and V have in common: their cache, and the RoPE of the keys."""
+        return self.keys_and_values, self.rope
 
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the caches kept per sequence: K and V, unless they are another layer's, and the indexer's keys."""
@@ -178,6 +202,10 @@ class Attention:
             rows = ((name, count * self.head_dim, axis),)
             yield from adapter_params(name, self.adapter_rank, self.input_width(width), rows)
 
+    def without_adapters(self) -> Attention:
+        """Return the mixer without low-rank adapters."""
+        return replace(self, adapter_rank=None)
+
     def input_width(self, width: int) -> int:
         """Return the channels that q, k and v are projected from, with a residual stream of `width`."""
         return 2 * width if self.beside_embedding else width
@@ -204,7 +232,7 @@ class Attention:
     def within(self, max_len: int) -> Attention:
         """Return the mixer for sequences of at most `max_len` tokens, without what makes no difference there."""
         chunk = None if self.seen_chunks is not None and self.seen_chunks >= max_len else self.chunk
-        growth = _growth_within(self.query_growth, max_len)
+        growth = None if self.query_growth is None else self.query_growth.within(max_len)
         if (chunk, growth) == (self.chunk, self.query_growth):
             return self
         return replace(self, chunk=chunk, chunk_lookback=self.chunk_lookback if chunk else 0, query_growth=growth)
@@ -220,111 +248,31 @@ class Attention:
             return f"{self.kv_heads} KV heads"
         return None
 
-
-def _growth_within(growth: QueryGrowth | None, max_len: int) -> QueryGrowth | None:
-    """Return the factor on queries of sequences of at most `max_len` tokens, None if it is 1 for all."""
-    return None if growth is not None and max_len - 1 + growth.offset < growth.period else growth
-
-
-@dataclass(frozen=True, slots=True)
-class Indexer:
-    """Sparse attention (DeepSeek-V3.2): a query attends to the `top_k` tokens with the highest scores, no others.
-
-    A token's score is the sum over heads of weight * relu(q.k). The queries are projected from the attention's
-    low-rank queries; the weights of a query, and one key per token, from x.
-    """
-
-    heads: int
-    head_dim: int
-    top_k: int
-    rope: Rope  # on the first channels of queries and keys
-    norm: Norm  # of the keys, before RoPE
-
-    def parameters(self, width: int, query_rank: int) -> Iterator[Param]:
-        """Yield the parameters on a residual stream of `width` channels."""
-        yield from linear_params("indexer.q", self.heads * self.head_dim, query_rank, "..")
-        yield from linear_params("indexer.k", self.head_dim, width, ".D")
-        yield from norm_params("indexer.k_norm", self.norm, self.head_dim, ".")
-        yield from linear_params("indexer.weights", self.heads, width, ".D")
-
-
-@dataclass(frozen=True, slots=True)
-class LatentAttention:
-    """Multi-head latent attention (MLA, arXiv 2405.04434): K and V of all heads are projections of a token's latent.
-
-    latent, rotary key = kv_a x; latent = kv_a_norm(latent); per head k = [kv_b latent, rope(rotary key)] and
-    v = kv_b latent. q = [without RoPE, rope(rotary)], from x or from a normalised low-rank projection of x.
-    """
-
-    heads: int
-    query_rank: int | None  # channels of the low-rank projection of queries; None: queries are projected from x
-    latent_dim: int
-    nope_dim: int  # channels of a query and key head before those with RoPE
-    value_dim: int  # channels of a value head
-    scale: float  # multiplies q.k
-    rope: Rope  # over all its `dim` channels: a query head's last ones, and the rotary key
-    norm: Norm  # of the latent and of the low-rank queries
-    bias: bool = False  # of q_a, kv_a and o
-    indexer: Indexer | None = None  # None: a query attends to all tokens before it
-    query_growth: QueryGrowth | None = None  # of the queries, after RoPE
-    gate_per_head: bool = False  # o reads the attended values * sigmoid(gate x), one number per head
-    causal: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        assert self.indexer is None or self.query_rank is not None, "an indexer reads the low-rank queries"
-
-    def caches(self) -> tuple[CacheSpec, ...]:
-        """Return the caches kept per sequence: the latent with the rotary key, and the indexer's keys."""
-        latent = LatentCache(self.latent_dim, self.rope.dim)
-        return (latent,) if self.indexer is None else (latent, IndexCache(self.indexer.head_dim))
-
-    def work(self) -> MixerWork:
-        """Return the cost of attention: absorbed where sequences have one token, else over the expanded heads."""
-        own = MixerWork(
-            pair_flops=2 * self.heads * (2 * self.latent_dim + self.rope.dim),
-            prefill_pair_flops=2 * self.heads * (self.nope_dim + self.rope.dim + self.value_dim),
-            read_elements=self.latent_dim + self.rope.dim,
+    def batch_dependence(self) -> str | None:
+        """Return why numbers of a token depend on the other tokens of a step, with the remedy; None: they do not."""
+        if self.blocks is not None:
+            return f"the model has mixers of kind {type(self).__name__} with an indexer, {CHUNKS_CHANGE_NUMBERS}"
+        if self.chunk is None:
+            return None
+        return (
+            "the model attends in chunks, at whose ends numbers depend on the batch; drop it, or use "
+            f"--max-model-len {self.seen_chunks}"
         )
-        if self.indexer is None:
-            return own
-        scan = 2 * self.indexer.heads * self.indexer.head_dim
-        return replace(own, span=self.indexer.top_k, scan_flops=scan, scan_elements=self.indexer.head_dim)
 
-    def parameters(self, width: int) -> Iterator[Param]:
-        """Yield the parameters of a mixer on a residual stream of `width` channels."""
-        queries = self.heads * (self.nope_dim + self.rope.dim)
-        if self.query_rank is None:
-            yield from linear_params("q", queries, width, "ND")
-        else:
-            yield from linear_params("q_a", self.query_rank, width, ".D", self.bias)
-            yield from norm_params("q_a_norm", self.norm, self.query_rank, ".")
-            yield from linear_params("q_b", queries, self.query_rank, "N.")
-        yield from linear_params("kv_a", self.latent_dim + self.rope.dim, width, ".D", self.bias)
-        yield from norm_params("kv_a_norm", self.norm, self.latent_dim, ".")
-        yield from linear_params("kv_b", self.heads * (self.nope_dim + self.value_dim), self.latent_dim, "N.")
-        if self.gate_per_head:
-            yield from linear_params("gate", self.heads, width, "ND", groups=self.heads)
-        yield from linear_params("o", width, self.heads * self.value_dim, "DN", self.bias)
-        if self.indexer is not None and self.query_rank is not None:
-            yield from self.indexer.parameters(width, self.query_rank)
+    def half_split_orders(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """Yield the parameters of query and key heads, and the order that makes their channels half-split."""
+        if self.rope is not None and self.rope.interleaved:
+            order = self.rope.half_split_order(after=self.head_dim - self.rope.dim)
+            for part in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm", "q_norm_bias", "k_norm_bias"):
+                yield part, order
 
-    def ropes(self) -> tuple[Rope, ...]:
-        """Return the ropes whose tables the mixer reads."""
-        return (self.rope,) if self.indexer is None else (self.rope, self.indexer.rope)
+    def lora_copies(self) -> Mapping[str, str]:
+        """Return the values that are keys: they have no parameter of their own."""
+        return {"v": "k"} if self.values_are_keys else {}
 
-    def without_window(self) -> LatentAttention:
-        """Return the mixer that sees all tokens: itself."""
-        return self
 
-    def within(self, max_len: int) -> LatentAttention:
-        """Return the mixer for sequences of at most `max_len` tokens, without what makes no difference there."""
-        growth = _growth_within(self.query_growth, max_len)
-        return self if growth == self.query_growth else replace(self, query_growth=growth)
-
-    def indivisible(self, ranks: int) -> str | None:
-        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
-        return f"{self.heads} query heads" if self.heads % ranks else None
-
-    def expanded(self) -> Attention:
-        """Return the attention of the projected heads, whose q, k and v are given; value heads may be narrower."""
-        return Attention(self.heads, self.heads, self.nope_dim + self.rope.dim, self.scale, rope=None)
+def alibi_slopes(heads: int, largest: float = 8.0) -> tuple[float, ...]:
+    """Return ALiBi's slopes (arXiv 2108.12409): powers of two, those of the next larger power of two heads thinned."""
+    wide = 1 << (heads - 1).bit_length()
+    slopes = [2.0 ** (-largest * (head + 1) / wide) for head in range(wide)]
+    return tuple(slopes) if wide == heads else (*slopes[1::2], *slopes[::2])[:heads]

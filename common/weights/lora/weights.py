@@ -8,23 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.config.groups.model import LORA_RANKS
-from pagoda.common.models.mixers import (
-    Attention,
-    GatedDelta,
-    KimiDelta,
-    LatentAttention,
-    LightningAttention,
-    Mamba,
-    Mamba2,
-    Mixer,
-    ShortConvolution,
-)
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Mlp, ModelSpec, Moe
@@ -70,18 +58,6 @@ class LoraOptions:
     fully_sharded: bool = False  # a is sharded over tensor-parallel devices, too
 
 
-_ATTENTION: Final = ("q", "k", "v", "o", "gate")
-_LATENT: Final = ("q", "q_a", "q_b", "kv_a", "gate", "o")
-_RECURRENT: Final[Mapping[type[Mixer], tuple[str, ...]]] = {
-    GatedDelta: ("q", "k", "v", "gate", "beta", "decay", "o"),
-    KimiDelta: ("q", "k", "v", "beta", "decay_a", "gate_a", "decay_b", "gate_b", "decay", "gate", "o"),
-    LightningAttention: ("q", "k", "v", "gate", "o"),
-    Mamba: ("v", "gate", "o"),
-    Mamba2: ("v", "b", "c", "gate", "step", "o"),
-    ShortConvolution: ("b", "c", "v", "o"),
-}
-
-
 def adaptable(spec: ModelSpec) -> dict[str, Param]:
     """Return the matrices that an adapter may change, by canonical name, in the order of `shapes.params`.
 
@@ -91,11 +67,13 @@ def adaptable(spec: ModelSpec) -> dict[str, Param]:
     matrices = params(spec)
     names = {name for name in _names(spec) if name in matrices}
     chosen = {name: param for name, param in matrices.items() if name in names}
-    for index, layer in enumerate(spec.layers):  # values that are keys have no parameter of their own
+    for index, layer in enumerate(spec.layers):
         for number, mixer in enumerate(layer.mixers):
-            keys, values = (f"layers.{index}.mixers.{number}.{part}" for part in "kv")
-            if isinstance(mixer, Attention) and mixer.values_are_keys and keys in chosen:
-                chosen[values] = replace(chosen[keys], name=values)
+            for copy, original in mixer.lora_copies().items():
+                name = f"layers.{index}.mixers.{number}.{copy}"
+                source = f"layers.{index}.mixers.{number}.{original}"
+                if source in chosen:
+                    chosen[name] = replace(chosen[source], name=name)
     if spec.pooler is None:
         chosen["head"] = matrices["head"] if "head" in matrices else replace(matrices["embed"], name="head")
     return chosen
@@ -106,23 +84,13 @@ def _names(spec: ModelSpec) -> Iterator[str]:
     for index, layer in enumerate(spec.layers):
         for number, mixer in enumerate(layer.mixers):
             if layer.block is None or number:
-                yield from (f"layers.{index}.mixers.{number}.{part}" for part in _parts(mixer))
+                yield from (f"layers.{index}.mixers.{number}.{part}" for part in mixer.lora_targets)
         match layer.ffn:
             case Mlp():
                 yield from (f"layers.{index}.ffn.{part}" for part in ("gate", "up", "down"))
             case Moe():
                 parts = ("experts", "shared")
                 yield from (f"layers.{index}.ffn.{of}.{part}" for of in parts for part in ("gate", "up", "down"))
-
-
-def _parts(mixer: Mixer) -> tuple[str, ...]:
-    match mixer:
-        case Attention():
-            return _ATTENTION
-        case LatentAttention():
-            return _LATENT
-        case _:
-            return _RECURRENT[type(mixer)]
 
 
 def slot_elements(matrices: Collection[Param], rank: int) -> int:

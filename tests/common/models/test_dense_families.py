@@ -9,7 +9,7 @@ from support.servers.hub_configs import GENERATORS, SAVED
 from support.suite.rows import each_row
 
 from pagoda.common.errors import ModelError
-from pagoda.common.models.families.gpt_block.bloom import alibi_slopes
+from pagoda.common.models.mixers.attention import alibi_slopes
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Mlp, ModelSpec, Moe

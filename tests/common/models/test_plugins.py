@@ -19,7 +19,7 @@ import pagoda
 from pagoda import ModelRegistry
 from pagoda.common.config.groups.nested.pooler import PoolerConfig
 from pagoda.common.errors import ModelError
-from pagoda.common.models.families.llama_block.llama import LLAMA
+from pagoda.common.models.families.llama_block import LLAMA
 from pagoda.common.models.registry import find, pooling_spec, spec_from_config
 
 GUIDE = Path(pagoda.__file__).parent / "docs" / "guides" / "plugins.md"

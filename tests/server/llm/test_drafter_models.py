@@ -15,7 +15,7 @@ from pagoda import LLM, EngineArgs, SamplingParams
 from pagoda.backends.registry import check_drafters
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.errors import ConfigError, WeightError
-from pagoda.common.models.families.drafters.family import implied_method
+from pagoda.common.models.families.drafters import implied_method
 from pagoda.server.settings.drafter import open_drafter
 
 PROMPTS = ["The capital of", "abababab", "x"]

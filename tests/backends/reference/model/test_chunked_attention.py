@@ -58,16 +58,6 @@ def test_what_makes_no_difference_in_short_contexts_is_left_out(fields: dict[str
     assert (other[longest:] - plain[longest:]).abs().max() > 1e-3
 
 
-OTHER = Supported("other", features=frozenset({"query growth"}))
-
-
-def test_a_backend_without_chunks_runs_them_only_where_they_are_all() -> None:
-    message = r"layer 1 has attention in chunks \(none with --max-model-len 7\), which other does not support"
-    with pytest.raises(ModelError, match=message):
-        OTHER.check(CHUNKED)
-    OTHER.check(within_context(CHUNKED, 7))
-
-
 @pytest.mark.parametrize("supported", [JAX_TPU, TORCH_CUDA], ids=lambda supported: supported.backend)
 def test_the_accelerators_run_chunks(supported: Supported) -> None:
     supported.check(CHUNKED)

@@ -268,6 +268,6 @@ def test_pooling_elsewhere_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
     from pagoda.backends.torch_cuda import pooling
 
     spec = replace(SPARSE, pooler=Pooler("last"), tied=True)
-    monkeypatch.setattr(pooling, "SUPPORTED", Supported("torch_cuda", mixers=(LatentAttention,)))
-    with pytest.raises(ModelError, match="an indexer, which torch_cuda does not support"):
+    monkeypatch.setattr(pooling, "SUPPORTED", Supported("torch_cuda", mixers=(Attention,)))
+    with pytest.raises(ModelError, match="a mixer of kind LatentAttention, which torch_cuda does not support"):
         pooling.create(make_pooling_options(spec, limits=LIMITS))

@@ -14,21 +14,20 @@ from support.engines.reference_driver import random_weights, tiny_spec
 from support.kernels.paged_model import PagedModel
 from support.suite.slow_matrix import thinned
 
-from pagoda.backends.jax_tpu.supported import SUPPORTED as JAX_TPU
 from pagoda.backends.reference.execution import make_packed
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.reference.model.numerics import numerics
 from pagoda.backends.reference.pooling import Encoder
 from pagoda.backends.reference.weights import Packer
 from pagoda.backends.registry import load_backend
-from pagoda.backends.torch_cuda.supported import SUPPORTED as TORCH_CUDA
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling.values import PoolPlan
 from pagoda.common.errors import ModelError
-from pagoda.common.models.mixers import BlockIndexer
+from pagoda.common.models.mixers import Attention, BlockIndexer, ShortConvolution
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import Blend, Layer, Mlp, ModelSpec, Moe, Norms, Router, Shortcut
+from pagoda.common.models.supported import Supported
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8]
 NORM = Norm(1e-5)
@@ -67,15 +66,7 @@ FORMS = {
     "selected blocks": _attending(blocks=_BLOCKS),
     "blend": replace(FULL, blend=Blend(0, 0.8)),
 }
-
-FEATURES = {
-    "root of ALiBi": "root of ALiBi",
-    "chunk lookback": "chunks and the one before",
-    "value width": "narrow values",
-    "block indexer": "selected blocks",
-    "blend": "blend",
-}
-"""Feature of a backend -> form that needs it."""
+RECURRENT = replace(FULL, mixers=(ShortConvolution(tiny_spec().width, taps=3),))
 
 
 def model(*layers: Layer) -> ModelSpec:
@@ -109,15 +100,6 @@ def test_packed_prompts_are_computed_as_the_naive_model_does(form: str) -> None:
     hidden = encoder.hidden(make_packed(PoolPlan(ids, starts, None, ())))[4:]
     head = torch.from_numpy(dict(random_weights(spec))["head"])
     torch.testing.assert_close(hidden @ head.T, logits(spec), atol=3e-5, rtol=0)
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_backend_without_a_feature_refuses_it_by_name(feature: str) -> None:
-    spec, supported = model(WINDOWED, FORMS[FEATURES[feature]], FULL), TORCH_CUDA
-    supported.check(spec)
-    lacking = replace(supported, features=supported.features - {feature})
-    with pytest.raises(ModelError, match=r"^layer 1 has .*, which torch_cuda does not support; use --backend ref"):
-        lacking.check(spec)
 
 
 @thinned(
@@ -168,13 +150,12 @@ def test_residual_scale_multiplies_both_updates() -> None:
 
 
 @pytest.mark.parametrize(("backend", "place"), [("torch_cuda", "backend"), ("jax_tpu", "model.model")])
-def test_a_refused_form_of_layer_ends_the_creation_of_a_backend(
+def test_a_refused_kind_of_mixer_ends_the_creation_of_a_backend(
     backend: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton" if backend == "torch_cuda" else "flax")
-    module, spec = load_backend(backend), model(FULL, FORMS["blend"])
-    supported = {"torch_cuda": TORCH_CUDA, "jax_tpu": JAX_TPU}[backend]
-    lacking = replace(supported, features=supported.features - {"blend"})
+    module, spec = load_backend(backend), model(FULL, RECURRENT)
+    lacking = Supported(backend, mixers=(Attention,))
     monkeypatch.setattr(f"pagoda.backends.{backend}.{place}.SUPPORTED", lacking)
-    with pytest.raises(ModelError, match=f"layer 1 has an input blended with that of .*, which {backend} does not"):
+    with pytest.raises(ModelError, match=f"layer 1 has a mixer of kind ShortConvolution, which {backend} does not"):
         module.create(make_options(spec, limits=LIMITS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from pagoda.backends.reference.model.numerics import numerics
 from pagoda.backends.reference.weights import Packer
 from pagoda.common.errors import ModelError
 from pagoda.common.models.mixers import (
+    Attention,
     GatedDelta,
     KimiDelta,
     LightningAttention,
@@ -150,34 +150,12 @@ def test_chunked_prefill_preemption_and_snapshots_give_the_naive_models_tokens(n
     assert core.stats.prefix_hits >= hits + 8
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [({"rank": None}, "KDA whose decays are projected directly"), ({"decay_bound": -5.0}, "KDA with bounded decays")],
-)
-def test_other_decays_are_features_beyond_the_rule(change: dict[str, Any], problem: str) -> None:
-    mixer = MIXERS["kimi-delta"]
-    assert isinstance(mixer, KimiDelta)
-    supported = Supported("other", mixers=(KimiDelta,), features=frozenset({"no ffn", "direct decay"}))
-    supported = supported if "rank" not in change else replace(supported, features=frozenset({"no ffn"}))
-    plain = replace(tiny_spec(), layers=model(replace(mixer, **change)).layers[:1])
-    with pytest.raises(ModelError, match=f"layer 0 has {problem}, which other does not support"):
-        supported.check(plain)
-
-
-def test_a_scaled_beta_is_a_feature_beyond_the_rule() -> None:
-    supported = Supported("other", mixers=(GatedDelta,), features=frozenset({"no ffn"}))
-    plain = replace(tiny_spec(), layers=model(MIXERS["gated-delta-scaled"]).layers[:1])
-    with pytest.raises(ModelError, match=r"layer 0 has a gated delta rule whose beta is scaled by 2.0, which other"):
-        supported.check(plain)
-    delta = replace(plain.layers[0], mixers=(GatedDelta(2, 2, key_dim=4, value_dim=6, taps=4, norm=NORM),))
-    supported.check(replace(plain, layers=(delta,)))
-
-
-def test_updates_of_normalised_values_are_a_feature_of_layers() -> None:
-    spec = tiny_spec()
-    spec = replace(spec, layers=(replace(spec.layers[0], norm_residual=True),))
-    with pytest.raises(ModelError, match=r"layer 0 has updates that are added to normalised values, which other"):
-        Supported("other").check(spec)
+def test_a_backend_without_a_kind_of_mixer_refuses_it_by_name() -> None:
+    supported = Supported("other", mixers=(Attention, KimiDelta))
+    supported.check(model(MIXERS["kimi-delta"]))
+    words = r"^layer \d+ has a mixer of kind GatedDelta, which other does not support; use --backend reference$"
+    with pytest.raises(ModelError, match=words):
+        supported.check(model(MIXERS["gated-delta-scaled"]))
 
 
 def test_ranks_share_whole_heads_and_groups() -> None:

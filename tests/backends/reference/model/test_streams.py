@@ -32,7 +32,6 @@ from pagoda.common.models.spec import (
     Router,
     SideMoe,
 )
-from pagoda.common.models.supported import Supported
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8]
 NORM = Norm(1e-5)
@@ -120,17 +119,6 @@ def test_a_block_with_the_weights_of_another_kind_is_refused() -> None:
     for layer in (with_block(FULL, 0, 3), with_block(FULL, 3, 3), other):
         with pytest.raises(ModelError, match="layer 2 shares the weights of layer"):
             replace(BLOCKS, layers=(*BLOCKS.layers[:2], layer, with_block(FULL, 1, 3)))
-
-
-def test_backends_without_them_refuse_them_by_name() -> None:
-    supported = Supported("other", features=frozenset({"no mixer"}))
-    for words, layer in LAYERS.items():
-        with pytest.raises(ModelError, match=f"layer 1 has {words}, which .* does not support; use --backend referenc"):
-            supported.check(replace(tiny_spec(), layers=(FULL, layer)))
-    with pytest.raises(ModelError, match="the model has an embedding per layer, which"):
-        supported.check(replace(tiny_spec(), per_layer=PER_LAYER))
-    with pytest.raises(ModelError, match=r"the model has 3 residual streams \(AltUp\), which"):
-        supported.check(replace(tiny_spec(), alt_up=ALT_UP))
 
 
 def test_tokens_beyond_the_table_read_its_first_row() -> None:

@@ -1,1 +1,0 @@
-"""Decoders with multi-head latent attention (MLA)."""

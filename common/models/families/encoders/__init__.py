@@ -1,1 +1,0 @@
-"""Bidirectional encoders, which only pool."""

@@ -1,1 +1,0 @@
-"""Dense decoders of LayerNorm or plain MLPs, as GPT has them."""

@@ -1,1 +1,0 @@
-"""Decoders whose feed-forward blocks are mixtures of experts."""

@@ -1,1 +1,0 @@
-"""Decoders with linear attention or state-space mixers."""
