@@ -14,8 +14,8 @@ from torch import Tensor
 from pagoda.backends.reference.backend import CAPABILITIES, prepare_thread
 from pagoda.backends.reference.execution import PackedPrompts, attend, make_packed
 from pagoda.backends.reference.model.decoder import MixerStep, TokenEmbedding, make_layers, make_norm, make_recurrence
-from pagoda.backends.reference.model.mixers.attention import Projection, RotaryTables, Rotations
-from pagoda.backends.reference.model.mixers.block_sparse import PackedBlockAttention
+from pagoda.backends.reference.model.mixers.attention.block_sparse import PackedBlockAttention
+from pagoda.backends.reference.model.mixers.attention.paged import Projection, RotaryTables, Rotations
 from pagoda.backends.reference.model.mixers.latent_attention import PackedLatentAttention
 from pagoda.backends.reference.model.mixers.recurrence import PackedRecurrence
 from pagoda.backends.reference.model.numerics import Numerics, numerics
@@ -23,7 +23,7 @@ from pagoda.backends.reference.model.ops import query_growth
 from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
 from pagoda.backends.reference.model.streams import make_streams
 from pagoda.backends.reference.profiler import TorchTracer
-from pagoda.backends.reference.weights import (
+from pagoda.backends.reference.weights.load import (
     AttentionParams,
     LatentAttentionParams,
     MixerParams,

@@ -15,14 +15,14 @@ from torch import Tensor
 from pagoda.backends.reference.execution import Embedded, StepBatch, TokenSlots
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.adapters import ActiveAdapters, AdapterMatrices
-from pagoda.backends.reference.model.mixers.attention import (
+from pagoda.backends.reference.model.mixers.attention.block_sparse import PagedBlockAttention
+from pagoda.backends.reference.model.mixers.attention.paged import (
     InvariantHeads,
     PagedAttention,
     PagedHeads,
     RotaryTables,
     fused_attention,
 )
-from pagoda.backends.reference.model.mixers.block_sparse import PagedBlockAttention
 from pagoda.backends.reference.model.mixers.gated_delta import DeltaLayer
 from pagoda.backends.reference.model.mixers.kimi_delta import KimiDeltaLayer
 from pagoda.backends.reference.model.mixers.latent_attention import PagedLatentAttention
@@ -47,7 +47,7 @@ from pagoda.backends.reference.model.ops import (
 from pagoda.backends.reference.model.quantized.blocks import look_up
 from pagoda.backends.reference.model.streams import make_streams
 from pagoda.backends.reference.programs.operators import Operators, operators
-from pagoda.backends.reference.weights import (
+from pagoda.backends.reference.weights.load import (
     AttentionParams,
     GatedDeltaParams,
     KimiDeltaParams,

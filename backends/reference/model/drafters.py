@@ -18,11 +18,11 @@ from pagoda.backends.reference.execution import StepBatch
 from pagoda.backends.reference.memory import LayerCache, held_bytes
 from pagoda.backends.reference.model.decoder import Decoder, TokenEmbedding, make_layers, make_mixer, make_norm
 from pagoda.backends.reference.model.linear import float32_linear
-from pagoda.backends.reference.model.mixers.attention import RotaryTables
+from pagoda.backends.reference.model.mixers.attention.paged import RotaryTables
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.ops import to_torch
 from pagoda.backends.reference.programs.operators import operators
-from pagoda.backends.reference.weights import LayerParts, ModelParams, Packer
+from pagoda.backends.reference.weights.load import LayerParts, ModelParams, Packer
 from pagoda.common.backend import Weight
 from pagoda.common.models.drafters import (
     AttendedInputs,

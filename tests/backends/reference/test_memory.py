@@ -14,7 +14,7 @@ from support.suite import memory
 
 from pagoda.backends.reference.memory import allocate
 from pagoda.backends.reference.model.numerics import numerics
-from pagoda.backends.reference.weights import Packer
+from pagoda.backends.reference.weights.load import Packer
 from pagoda.common.engine.kv_cache.spec import layout_of
 from pagoda.common.models.mixers.caches import FullCache
 

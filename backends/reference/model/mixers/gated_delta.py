@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention import Rotations
+from pagoda.backends.reference.model.mixers.attention.paged import Rotations
 from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
 from pagoda.backends.reference.model.ops import l2_norm, norm
-from pagoda.backends.reference.weights import GatedDeltaParams
+from pagoda.backends.reference.weights.load import GatedDeltaParams
 from pagoda.common.models.mixers import GatedDelta
 
 CHUNK: Final = 64

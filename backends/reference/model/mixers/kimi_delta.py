@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention import Rotations
+from pagoda.backends.reference.model.mixers.attention.paged import Rotations
 from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
 from pagoda.backends.reference.model.ops import l2_norm, norm
-from pagoda.backends.reference.weights import KimiDeltaParams
+from pagoda.backends.reference.weights.load import KimiDeltaParams
 from pagoda.common.models.mixers import KimiDelta
 
 KDA_CHUNK: Final = 32

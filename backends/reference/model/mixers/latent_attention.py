@@ -19,9 +19,9 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import CacheSpan, PackedPrompts, StepBatch, attend
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.mixers.attention import Rotations
+from pagoda.backends.reference.model.mixers.attention.paged import Rotations
 from pagoda.backends.reference.model.ops import norm, query_growth, select, sigmoid
-from pagoda.backends.reference.weights import IndexerParams, LatentAttentionParams
+from pagoda.backends.reference.weights.load import IndexerParams, LatentAttentionParams
 from pagoda.common.models.mixers import Indexer, LatentAttention
 
 _QUERIES: Final = 16

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention import Rotations
+from pagoda.backends.reference.model.mixers.attention.paged import Rotations
 from pagoda.backends.reference.model.mixers.mamba2 import chunked_scan, recurrent_scan
 from pagoda.backends.reference.model.mixers.recurrence import Inputs
 from pagoda.backends.reference.model.ops import norm
-from pagoda.backends.reference.weights import LightningParams
+from pagoda.backends.reference.weights.load import LightningParams
 from pagoda.common.models.mixers import LightningAttention
 
 

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention import Rotations
+from pagoda.backends.reference.model.mixers.attention.paged import Rotations
 from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
 from pagoda.backends.reference.model.ops import norm
-from pagoda.backends.reference.weights import MambaParams
+from pagoda.backends.reference.weights.load import MambaParams
 from pagoda.common.models.mixers import Mamba
 
 SCAN_CHUNK: Final = 32

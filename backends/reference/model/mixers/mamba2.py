@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention import Rotations
+from pagoda.backends.reference.model.mixers.attention.paged import Rotations
 from pagoda.backends.reference.model.mixers.gated_delta import decay_between
 from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
 from pagoda.backends.reference.model.ops import norm
-from pagoda.backends.reference.weights import Mamba2Params
+from pagoda.backends.reference.weights.load import Mamba2Params
 from pagoda.common.models.mixers import Mamba2
 
 SSD_CHUNK: Final = 64

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import PackedPrompts, StepBatch
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.mixers.attention import Rotations
-from pagoda.backends.reference.weights import ConvolutionParams
+from pagoda.backends.reference.model.mixers.attention.paged import Rotations
+from pagoda.backends.reference.weights.load import ConvolutionParams
 
 Inputs = tuple[Tensor, ...]
 """What a recurrence reads of some tokens, each [..., T, channels], in float32."""

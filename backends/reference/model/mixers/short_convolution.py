@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention import Rotations
+from pagoda.backends.reference.model.mixers.attention.paged import Rotations
 from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
-from pagoda.backends.reference.weights import ShortConvolutionParams
+from pagoda.backends.reference.weights.load import ShortConvolutionParams
 
 
 class ShortConvolutionLayer:

@@ -12,12 +12,12 @@ from support.engines.reference_engine import LIMITS, engine, generate
 from torch import Tensor
 
 from pagoda.backends.reference.model.decoder import make_recurrence
-from pagoda.backends.reference.model.mixers.attention import RotaryTables
+from pagoda.backends.reference.model.mixers.attention.paged import RotaryTables
 from pagoda.backends.reference.model.mixers.kimi_delta import KDA_CHUNK, channel_rule
 from pagoda.backends.reference.model.mixers.mamba2 import SSD_CHUNK, chunked_scan, recurrent_scan
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.reference.model.numerics import numerics
-from pagoda.backends.reference.weights import Packer
+from pagoda.backends.reference.weights.load import Packer
 from pagoda.common.errors import ModelError
 from pagoda.common.models.mixers import (
     GatedDelta,

@@ -15,7 +15,7 @@ from support.engines.reference_engine import LIMITS, assert_naive_tokens
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.reference.model.numerics import numerics
-from pagoda.backends.reference.weights import Packer
+from pagoda.backends.reference.weights.load import Packer
 from pagoda.backends.registry import load_pooling
 from pagoda.common.engine.pooling.values import PoolingRules, PoolPlan
 from pagoda.common.errors import ModelError

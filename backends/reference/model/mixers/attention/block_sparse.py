@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import PackedPrompts, StepBatch, attend
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.mixers.attention import Projection, Rotations
+from pagoda.backends.reference.model.mixers.attention.paged import Projection, Rotations
 from pagoda.backends.reference.model.ops import norm, select_blocks
-from pagoda.backends.reference.weights import AttentionParams
+from pagoda.backends.reference.weights.load import AttentionParams
 from pagoda.common.models.mixers import Attention
 
 

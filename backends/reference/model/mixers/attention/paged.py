@@ -28,7 +28,7 @@ from pagoda.backends.reference.model.ops import (
     softmax,
 )
 from pagoda.backends.reference.programs.operators import CacheWriter, HeadShape, Operators
-from pagoda.backends.reference.weights import AttentionParams, NormParams
+from pagoda.backends.reference.weights.load import AttentionParams, NormParams
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope, cos_sin
