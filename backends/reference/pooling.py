@@ -12,30 +12,23 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.backend import CAPABILITIES, prepare_thread
-from pagoda.backends.reference.execution import PackedPrompts, attend, make_packed
-from pagoda.backends.reference.model.decoder import MixerStep, TokenEmbedding, make_layers, make_norm, make_recurrence
-from pagoda.backends.reference.model.mixers.attention.block_sparse import PackedBlockAttention
-from pagoda.backends.reference.model.mixers.attention.paged import Projection, RotaryTables, Rotations
-from pagoda.backends.reference.model.mixers.latent_attention import PackedLatentAttention
-from pagoda.backends.reference.model.mixers.recurrence import PackedRecurrence
+from pagoda.backends.reference.execution import PackedPrompts, make_packed
+from pagoda.backends.reference.model.decoder import TokenEmbedding, make_layers, make_norm
+from pagoda.backends.reference.model.mixers.attention.packed import SharedCaches
+from pagoda.backends.reference.model.mixers.interface import MixerStep
+from pagoda.backends.reference.model.mixers.registry import ops_of
+from pagoda.backends.reference.model.mixers.rotary import RotaryTables
 from pagoda.backends.reference.model.numerics import Numerics, numerics
-from pagoda.backends.reference.model.ops import query_growth
 from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
 from pagoda.backends.reference.model.streams import make_streams
 from pagoda.backends.reference.profiler import TorchTracer
-from pagoda.backends.reference.weights.load import (
-    AttentionParams,
-    LatentAttentionParams,
-    MixerParams,
-    ModelParams,
-    Packer,
-    rounded_weights,
-)
+from pagoda.backends.reference.weights.load import Packer, rounded_weights
+from pagoda.backends.reference.weights.params import ModelParams
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.nested.profiler import ProfilerConfig
 from pagoda.common.engine.pooling.values import PoolingRules, PoolPlan, PoolResult
-from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
+from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 
@@ -116,7 +109,7 @@ class Encoder:
         self.embed = TokenEmbedding(spec, params, numerics)
         readers = Counter(number for layer in spec.cache_numbers for mixer in layer for number in mixer)
         shared = frozenset(number for number, count in readers.items() if count > 1)
-        self.layers = make_layers(spec, params, partial(make_mixer, shared=shared))
+        self.layers = make_layers(spec, params, partial(make_packed_mixer, shared=shared))
         self.streams = make_streams(spec, params)
         self.final_norm = make_norm(spec.final_norm, params.final_norm)
         self.rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
@@ -135,47 +128,7 @@ class Encoder:
         return x if self.params.embed_out is None else self.params.embed_out(x)
 
 
-SharedCaches = dict[int, tuple[Tensor, Tensor]]
-"""K and V [T, K, H] of one step that later layers read, by the number of the cache (see ModelSpec.cache_numbers)."""
-
-
-def make_mixer(spec: Mixer, params: MixerParams, caches: tuple[int, ...], shared: frozenset[int]) -> MixerStep:
+def make_packed_mixer(spec: Mixer, params: object, caches: tuple[int, ...], *, shared: frozenset[int]) -> MixerStep:
     """Return the mixer within each prompt. `caches`: those that it reads; `shared`: those that several mixers read."""
-    match spec:
-        case Attention():
-            assert isinstance(params, AttentionParams)
-            if spec.blocks is not None:
-                return PackedBlockAttention(spec, params)
-            (number,) = caches
-            return PackedAttention(spec, params, number if number in shared else None)
-        case LatentAttention():
-            assert isinstance(params, LatentAttentionParams)
-            return PackedLatentAttention(spec, params)
-        case _:
-            return PackedRecurrence(make_recurrence(spec, params))
-
-
-class PackedAttention:
-    """One layer's attention within each prompt."""
-
-    def __init__(self, spec: Attention, params: AttentionParams, shared: int | None) -> None:
-        """`shared`: the number of its cache if several layers read it."""
-        self.spec = spec
-        self.project = Projection(spec, params)
-        self.shared = shared
-
-    def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations, shared: SharedCaches) -> Tensor:
-        """X [T, D] -> [T, D]."""
-        rotation = rotations[self.spec.rope]
-        if self.spec.shares_cache_of is not None:
-            assert self.shared is not None, "two layers read the cache"
-            queries = self.project.queries(x, rotation)
-            keys, values = shared[self.shared]
-        else:
-            queries, keys, values = self.project(x, rotation)
-            if self.shared is not None:
-                shared[self.shared] = keys, values
-        if self.spec.query_growth is not None:
-            queries = queries * query_growth(self.spec.query_growth, batch.positions).to(queries.dtype)
-        sinks = self.project.params.sinks
-        return self.project.out(attend(queries, keys, values, batch, self.spec, sinks=sinks), x)
+    number = caches[0] if caches and caches[0] in shared else None
+    return ops_of(spec).packed(spec, params, number)

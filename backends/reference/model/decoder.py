@@ -15,22 +15,9 @@ from torch import Tensor
 from pagoda.backends.reference.execution import Embedded, StepBatch, TokenSlots
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.adapters import ActiveAdapters, AdapterMatrices
-from pagoda.backends.reference.model.mixers.attention.block_sparse import PagedBlockAttention
-from pagoda.backends.reference.model.mixers.attention.paged import (
-    InvariantHeads,
-    PagedAttention,
-    PagedHeads,
-    RotaryTables,
-    fused_attention,
-)
-from pagoda.backends.reference.model.mixers.gated_delta import DeltaLayer
-from pagoda.backends.reference.model.mixers.kimi_delta import KimiDeltaLayer
-from pagoda.backends.reference.model.mixers.latent_attention import PagedLatentAttention
-from pagoda.backends.reference.model.mixers.lightning_attention import LightningLayer
-from pagoda.backends.reference.model.mixers.mamba import MambaLayer
-from pagoda.backends.reference.model.mixers.mamba2 import Mamba2Layer
-from pagoda.backends.reference.model.mixers.recurrence import PagedRecurrence, RecurrentLayer
-from pagoda.backends.reference.model.mixers.short_convolution import ShortConvolutionLayer
+from pagoda.backends.reference.model.mixers.interface import MixerBuild, MixerStep
+from pagoda.backends.reference.model.mixers.registry import ops_of
+from pagoda.backends.reference.model.mixers.rotary import RotaryTables
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.ops import (
     activation,
@@ -44,37 +31,12 @@ from pagoda.backends.reference.model.ops import (
     sparse,
     xielu,
 )
+from pagoda.backends.reference.model.params import NormParams
 from pagoda.backends.reference.model.quantized.blocks import look_up
 from pagoda.backends.reference.model.streams import make_streams
 from pagoda.backends.reference.programs.operators import Operators, operators
-from pagoda.backends.reference.weights.load import (
-    AttentionParams,
-    GatedDeltaParams,
-    KimiDeltaParams,
-    LatentAttentionParams,
-    LayerParams,
-    LightningParams,
-    Mamba2Params,
-    MambaParams,
-    MixerParams,
-    MlpParams,
-    ModelParams,
-    MoeParams,
-    NormParams,
-    ShortConvolutionParams,
-)
-from pagoda.common.models.mixers import (
-    Attention,
-    GatedDelta,
-    KimiDelta,
-    LatentAttention,
-    LightningAttention,
-    Mamba,
-    Mamba2,
-    Mixer,
-    Recurrent,
-    ShortConvolution,
-)
+from pagoda.backends.reference.weights.params import LayerParams, MlpParams, ModelParams, MoeParams
+from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import Ffn, InputBlock, Layer, LowRankResidual, Mlp, ModelSpec, Moe, Shortcut, SideMoe
 
@@ -230,7 +192,7 @@ class Decoder:
         self.embed = TokenEmbedding(spec, params, numerics, adapters)
         native = operators(numerics)
         self.is_row_wise = native is not None and native.multiplies(spec.width)
-        make = partial(make_mixer, batch_invariant=numerics.batch_invariant, native=native)
+        make = partial(make_paged_mixer, build=MixerBuild(numerics.batch_invariant, native))
         active = None if adapters is None else adapters.active
         self.layers = make_layers(spec, params, make, numerics.batch_invariant, native, active)
         self.streams = make_streams(spec, params)
@@ -305,10 +267,7 @@ class Decoder:
         return logits if self.spec.logit_softcap is None else softcap(logits, self.spec.logit_softcap)
 
 
-MixerStep = Callable[..., Tensor]
-"""(x [T, D], its other inputs) -> [T, D]"""
-
-MakeMixer = Callable[[Mixer, MixerParams, tuple[int, ...]], MixerStep]
+MakeMixer = Callable[[Mixer, Any, tuple[int, ...]], MixerStep]
 """(spec, parameters, numbers of its caches) -> the mixer"""
 
 
@@ -356,53 +315,9 @@ class InputBlockStep:
         return self.out(self.feed(self.ffn_norm(self.attend(self.norm(both), *mixer_inputs))))
 
 
-def make_mixer(
-    spec: Mixer,
-    params: MixerParams,
-    caches: tuple[int, ...],
-    batch_invariant: bool = False,
-    native: Operators | None = None,
-) -> MixerStep:
+def make_paged_mixer(spec: Mixer, params: object, caches: tuple[int, ...], *, build: MixerBuild) -> MixerStep:
     """Return the mixer over the paged caches of these numbers."""
-    match spec:
-        case Attention():
-            assert isinstance(params, AttentionParams)
-            if spec.blocks is not None:
-                return PagedBlockAttention(spec, params, caches)
-            if native is not None and (fused := fused_attention(spec, params, caches[0], native)) is not None:
-                return fused
-            kind = InvariantHeads if batch_invariant else PagedHeads
-            return PagedAttention(spec, params, kind(spec, caches[0], params.sinks))
-        case LatentAttention():
-            assert isinstance(params, LatentAttentionParams)
-            return PagedLatentAttention(spec, params, caches)
-        case _:
-            return PagedRecurrence(make_recurrence(spec, params), *caches)
-
-
-def make_recurrence(spec: Recurrent, params: MixerParams) -> RecurrentLayer:
-    """Return the layer of a mixer with recurrent state."""
-    match spec:
-        case GatedDelta():
-            assert isinstance(params, GatedDeltaParams)
-            return DeltaLayer(spec, params)
-        case KimiDelta():
-            assert isinstance(params, KimiDeltaParams)
-            return KimiDeltaLayer(spec, params)
-        case LightningAttention():
-            assert isinstance(params, LightningParams)
-            return LightningLayer(spec, params)
-        case Mamba():
-            assert isinstance(params, MambaParams)
-            return MambaLayer(spec, params)
-        case ShortConvolution():
-            assert isinstance(params, ShortConvolutionParams)
-            return ShortConvolutionLayer(params)
-        case Mamba2():
-            assert isinstance(params, Mamba2Params)
-            return Mamba2Layer(spec, params)
-        case _:
-            assert_never(spec)
+    return ops_of(spec).paged(spec, params, caches, build)
 
 
 class TokenEmbedding:

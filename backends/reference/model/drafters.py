@@ -16,13 +16,18 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import StepBatch
 from pagoda.backends.reference.memory import LayerCache, held_bytes
-from pagoda.backends.reference.model.decoder import Decoder, TokenEmbedding, make_layers, make_mixer, make_norm
+from pagoda.backends.reference.model.decoder import Decoder, TokenEmbedding, make_layers, make_norm, make_paged_mixer
 from pagoda.backends.reference.model.linear import float32_linear
-from pagoda.backends.reference.model.mixers.attention.paged import RotaryTables
+from pagoda.backends.reference.model.mixers.attention.projection import load_attention
+from pagoda.backends.reference.model.mixers.interface import MixerBuild
+from pagoda.backends.reference.model.mixers.rotary import RotaryTables
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.ops import to_torch
 from pagoda.backends.reference.programs.operators import operators
-from pagoda.backends.reference.weights.load import LayerParts, ModelParams, Packer
+from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.backends.reference.weights.layers import load_layer
+from pagoda.backends.reference.weights.load import Packer
+from pagoda.backends.reference.weights.params import ModelParams
 from pagoda.common.backend import Weight
 from pagoda.common.models.drafters import (
     AttendedInputs,
@@ -114,9 +119,9 @@ def _feature_params(
     named = _named(spec, weights, numerics)
     beside = {name: named.pop(name) for name in list(named) if name.startswith(("inputs.", "target_ids"))}
     head = named.pop("head", None)
-    layers = LayerParts({**named}, numerics)
+    layers = NamedWeights({**named}, numerics)
     own = [
-        _layer_parts(named, index, numerics).layer(f"layers.{index}", layer)
+        load_layer(_layer_weights(named, index, numerics), f"layers.{index}", layer)
         for index, layer in enumerate(spec.model.layers)
     ]
     base = target.params
@@ -129,9 +134,9 @@ def _feature_params(
     return replace(base, layers=tuple(own), final_norm=final_norm, head=packed), beside
 
 
-def _layer_parts(named: dict[str, Tensor], index: int, numerics: Numerics) -> LayerParts:
+def _layer_weights(named: dict[str, Tensor], index: int, numerics: Numerics) -> NamedWeights:
     prefix = f"layers.{index}."
-    return LayerParts({name: named.pop(name) for name in list(named) if name.startswith(prefix)}, numerics)
+    return NamedWeights({name: named.pop(name) for name in list(named) if name.startswith(prefix)}, numerics)
 
 
 class LanguageDecoder:
@@ -172,7 +177,7 @@ class FeatureDecoder:
         self.numerics = numerics
         self.embed = TokenEmbedding(model, params, numerics)
         native = operators(numerics)
-        make = partial(make_mixer, batch_invariant=numerics.batch_invariant, native=native)
+        make = partial(make_paged_mixer, build=MixerBuild(numerics.batch_invariant, native))
         offset = len(spec.caches) - len(model.caches)
         self.layers = make_layers(
             model,
@@ -185,14 +190,14 @@ class FeatureDecoder:
         self.rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
         ids = beside.pop("target_ids", None)
         self.target_ids = None if ids is None else torch.arange(len(ids)) + ids.long()
-        parts = LayerParts({name.removeprefix("inputs."): value for name, value in beside.items()}, numerics)
+        parts = NamedWeights({name.removeprefix("inputs."): value for name, value in beside.items()}, numerics)
         self.embed_norm = make_norm(spec.inputs.embed_norm, parts.norm("embed_norm"), native)
         self.hidden_norm = make_norm(spec.inputs.hidden_norm, parts.norm("hidden_norm"), native)
         self.project = parts.linear("project")
         self.attend = None
         if isinstance(spec.inputs, AttendedInputs):
             attention = spec.inputs.attention
-            self.attend = make(attention, parts.attention("attention", attention), (0,))
+            self.attend = make(attention, load_attention(parts, "attention", attention), (0,))
         assert params.head is not None, "the target generates"
         self.head = params.head
         self.embed_out = params.embed_out
@@ -247,7 +252,7 @@ class HeadsDecoder:
 
     def __init__(self, spec: HeadsDrafter, named: dict[str, Tensor], numerics: Numerics) -> None:
         self.num_bytes = held_bytes(named)
-        parts = LayerParts({**named}, numerics)
+        parts = NamedWeights({**named}, numerics)
         self.heads = [
             (
                 [parts.linear(f"heads.{head}.blocks.{block}") for block in range(spec.blocks)],
@@ -281,7 +286,7 @@ class StagesDecoder:
     def __init__(self, spec: StagesDrafter, named: dict[str, Tensor], numerics: Numerics) -> None:
         self.spec = spec
         self.num_bytes = held_bytes(named)
-        parts = LayerParts({**named}, numerics)
+        parts = NamedWeights({**named}, numerics)
         sources = range(1 if spec.tied else spec.stages)
         norms = [parts.norm(f"stages.{stage}.norm") for stage in sources]
         heads = [float32_linear(parts.take(f"stages.{stage}.head"), None, numerics) for stage in sources]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pagoda.backends.reference.model.ops import activation, norm
 from pagoda.backends.reference.model.quantized.blocks import look_up
-from pagoda.backends.reference.weights.load import LayerParams, ModelParams
+from pagoda.backends.reference.weights.params import LayerParams, ModelParams
 from pagoda.common.models.spec import AltUp, ModelSpec, PerLayerEmbedding
 
 SMALLEST_SQUARE: Final = 1e-5

@@ -12,7 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts, attend
+from pagoda.backends.reference.execution import PackedPrompts
+from pagoda.backends.reference.model.mixers.attention.packed import attend
 from pagoda.backends.reference.model.ops import query_growth
 from pagoda.backends.torch_cuda.attention_backends.triton import own_kernels
 from pagoda.backends.torch_cuda.device import Device

@@ -19,7 +19,8 @@ from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.reference.model.numerics import Numerics
-from pagoda.backends.reference.weights.load import MoeParams, Packer
+from pagoda.backends.reference.weights.load import Packer
+from pagoda.backends.reference.weights.params import MoeParams
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
 from pagoda.backends.torch_cuda.weights.load import Loader
 from pagoda.common.engine.kv_cache.spec import kv_layout

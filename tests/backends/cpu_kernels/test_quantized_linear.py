@@ -17,7 +17,8 @@ from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.quantized import compiled, layer
 from pagoda.backends.reference.model.quantized.groups import grouped, is_grouped
 from pagoda.backends.reference.model.quantized.int8 import OnednnLinear
-from pagoda.backends.reference.weights.load import MlpParams, MoeParams, Packer
+from pagoda.backends.reference.weights.load import Packer
+from pagoda.backends.reference.weights.params import MlpParams, MoeParams
 from pagoda.common.models.spec import Mlp, Moe, Router
 from pagoda.common.weights.quantization.on_the_fly import quantize
 from pagoda.common.weights.quantization.support import SCHEMES

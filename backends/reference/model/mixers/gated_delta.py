@@ -10,20 +10,35 @@ convolution, M chunks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention.paged import Rotations
-from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
+from pagoda.backends.reference.model.linear import Linear
+from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
+from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.ops import l2_norm, norm
-from pagoda.backends.reference.weights.load import GatedDeltaParams
+from pagoda.backends.reference.model.params import ConvolutionParams
+from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.common.models.mixers import GatedDelta
 
 CHUNK: Final = 64
 """Tokens whose updates of the state are solved for at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaParams:
+    """N value heads of V channels, C channels of the convolution. All but the linear layers and the norm in float32."""
+
+    inner: Linear  # [D] -> q, k and v [C], gate [N*V], beta [N], decay [N]
+    conv: ConvolutionParams
+    decay_rate: Tensor  # [N] -exp of the parameter
+    decay_offset: Tensor  # [N]
+    norm: Tensor  # [V]
+    out: Linear  # [N*V] -> [D]
 
 
 class DeltaLayer:
@@ -132,3 +147,17 @@ def decay_between(decay: Tensor) -> Tensor:
     after_j = past.tril(-1)  # row l, column j: l > j
     sums = (decay[..., :, None] * after_j).cumsum(-2)
     return sums.masked_fill(~past, float("-inf")).exp()
+
+
+def _load(weights: NamedWeights, prefix: str, mixer: GatedDelta) -> GatedDeltaParams:
+    return GatedDeltaParams(
+        inner=weights.linear(*(f"{prefix}.{part}" for part in ("q", "k", "v", "gate", "beta", "decay"))),
+        conv=weights.convolution(*(f"{prefix}.{part}_conv" for part in "qkv")),
+        decay_rate=-weights.take(f"{prefix}.decay_rate").float().exp(),
+        decay_offset=weights.take(f"{prefix}.decay_offset").float(),
+        norm=weights.take_wide(f"{prefix}.norm"),
+        out=weights.linear(f"{prefix}.o"),
+    )
+
+
+GATED_DELTA: Final = recurrent_ops(GatedDelta, _load, DeltaLayer)

@@ -8,20 +8,37 @@ Axis letters: S sequences, T tokens, N heads, K channels of a key head, V of a v
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention.paged import Rotations
-from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
+from pagoda.backends.reference.model.linear import Linear
+from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
+from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.ops import l2_norm, norm
-from pagoda.backends.reference.weights.load import KimiDeltaParams
+from pagoda.backends.reference.model.params import ConvolutionParams
+from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.common.models.mixers import KimiDelta
 
 KDA_CHUNK: Final = 32
 """Tokens whose updates of the state are solved for at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaParams:
+    """N heads of H channels. All but the linear layers and the norm in float32."""
+
+    inner: Linear  # [D] -> q, k and v [3*N*H], beta [N], low-rank decay, low-rank gate; or decay and gate
+    decay: Linear | None  # low-rank -> [N*H]
+    gate: Linear | None  # low-rank -> [N*H]
+    conv: ConvolutionParams
+    decay_rate: Tensor  # [N] -exp of the parameter
+    decay_offset: Tensor  # [N*H]
+    norm: Tensor  # [H]
+    out: Linear  # [N*H] -> [D]
 
 
 class KimiDeltaLayer:
@@ -120,3 +137,21 @@ def _products(q: Tensor, k: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Te
         both = rows[..., token, :, :] @ keys[..., : token + 1, :].mT  # [..., 2, token + 1]
         products[..., token, : token + 1] = both.movedim(-2, 0)
     return products[0], products[1], keys
+
+
+def _load(weights: NamedWeights, prefix: str, mixer: KimiDelta) -> KimiDeltaParams:
+    low_rank = mixer.rank is not None
+    last = ("decay_a", "gate_a") if low_rank else ("decay", "gate")
+    return KimiDeltaParams(
+        inner=weights.linear(*(f"{prefix}.{part}" for part in ("q", "k", "v", "beta", *last))),
+        decay=weights.linear(f"{prefix}.decay_b") if low_rank else None,
+        gate=weights.linear(f"{prefix}.gate_b") if low_rank else None,
+        conv=weights.convolution(*(f"{prefix}.{part}_conv" for part in "qkv")),
+        decay_rate=-weights.take(f"{prefix}.decay_rate").exp(),
+        decay_offset=weights.take(f"{prefix}.decay_offset"),
+        norm=weights.take_wide(f"{prefix}.norm"),
+        out=weights.linear(f"{prefix}.o"),
+    )
+
+
+KIMI_DELTA: Final = recurrent_ops(KimiDelta, _load, KimiDeltaLayer)

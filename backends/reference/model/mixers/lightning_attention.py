@@ -7,16 +7,31 @@ Axis letters: S sequences, T tokens, N heads, H head dim.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention.paged import Rotations
+from pagoda.backends.reference.model.linear import Linear
 from pagoda.backends.reference.model.mixers.mamba2 import chunked_scan, recurrent_scan
-from pagoda.backends.reference.model.mixers.recurrence import Inputs
+from pagoda.backends.reference.model.mixers.recurrence import Inputs, recurrent_ops
+from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.ops import norm
-from pagoda.backends.reference.weights.load import LightningParams
+from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.common.models.mixers import LightningAttention
+
+
+@dataclass(frozen=True, slots=True)
+class LightningParams:
+    """N heads of H channels."""
+
+    inner: Linear  # [D] -> q, k, v and gate, each [N*H]
+    q_norm: Tensor | None  # [H]
+    k_norm: Tensor | None  # [H]
+    norm: Tensor  # [N*H]
+    out: Linear  # [N*H] -> [D]
 
 
 class LightningLayer:
@@ -66,3 +81,16 @@ class LightningLayer:
         grouped = heads.to(gate.dtype).unflatten(1, (self.spec.groups, -1))
         normed = norm(grouped, self.spec.norm, self.params.norm.view(self.spec.groups, -1)).flatten(1)
         return self.params.out(normed * gate.sigmoid())
+
+
+def _load(weights: NamedWeights, prefix: str, mixer: LightningAttention) -> LightningParams:
+    return LightningParams(
+        inner=weights.linear(*(f"{prefix}.{part}" for part in ("q", "k", "v", "gate"))),
+        q_norm=weights.wide(f"{prefix}.q_norm"),
+        k_norm=weights.wide(f"{prefix}.k_norm"),
+        norm=weights.take_wide(f"{prefix}.norm"),
+        out=weights.linear(f"{prefix}.o"),
+    )
+
+
+LIGHTNING_ATTENTION: Final = recurrent_ops(LightningAttention, _load, LightningLayer)

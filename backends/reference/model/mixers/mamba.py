@@ -8,20 +8,38 @@ Axis letters: S sequences, T tokens, C channels, K states of a channel.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention.paged import Rotations
-from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
+from pagoda.backends.reference.model.linear import Linear, PlainLinear
+from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
+from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.ops import norm
-from pagoda.backends.reference.weights.load import MambaParams
+from pagoda.backends.reference.model.params import ConvolutionParams
+from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.common.models.mixers import Mamba
 
 SCAN_CHUNK: Final = 32
 """Tokens whose states [C, K] are in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class MambaParams:
+    """C channels of K states. All but `inner` and `out` in float32."""
+
+    inner: Linear  # [D] -> v [C], gate [C]
+    conv: ConvolutionParams
+    selection: Linear  # [C] -> low-rank step, b [K], c [K]
+    step: Linear  # low-rank -> [C]
+    norms: tuple[Tensor | None, Tensor | None, Tensor | None]  # of the low-rank step, b and c
+    step_offset: Tensor  # [C]
+    decay_rate: Tensor  # [C, K] -exp of the parameter
+    skip: Tensor  # [C]
+    out: Linear  # [C] -> [D]
 
 
 class MambaLayer:
@@ -76,3 +94,26 @@ def selective_scan(v: Tensor, step: Tensor, b: Tensor, c: Tensor, rate: Tensor, 
             state = seen[:, token].addcmul_(decay[:, token], state)
         outputs.append((seen @ c[:, chunk, :, None])[..., 0])
     return torch.cat(outputs, 1), state
+
+
+def _load(weights: NamedWeights, prefix: str, mixer: Mamba) -> MambaParams:
+    parts = ("step_a", "b", "c")
+    step, b, c = (weights.get(f"{prefix}.{part}_norm") for part in parts)
+    return MambaParams(
+        inner=weights.linear(f"{prefix}.v", f"{prefix}.gate"),
+        conv=weights.convolution(f"{prefix}.v_conv"),
+        selection=PlainLinear(torch.cat([weights.take(f"{prefix}.{part}").float() for part in parts]), None),
+        step=PlainLinear(weights.take(f"{prefix}.step").float(), None),
+        norms=(_wide(step), _wide(b), _wide(c)),
+        step_offset=weights.take(f"{prefix}.step_offset"),
+        decay_rate=-weights.take(f"{prefix}.decay_rate").exp(),
+        skip=weights.take(f"{prefix}.skip"),
+        out=weights.linear(f"{prefix}.o"),
+    )
+
+
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()
+
+
+MAMBA: Final = recurrent_ops(Mamba, _load, MambaLayer)

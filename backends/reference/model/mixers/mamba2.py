@@ -9,21 +9,37 @@ convolution.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention.paged import Rotations
+from pagoda.backends.reference.model.linear import Linear
 from pagoda.backends.reference.model.mixers.gated_delta import decay_between
-from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
+from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
+from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.ops import norm
-from pagoda.backends.reference.weights.load import Mamba2Params
+from pagoda.backends.reference.model.params import ConvolutionParams
+from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.common.models.mixers import Mamba2
 
 SSD_CHUNK: Final = 64
 """Tokens whose outputs are computed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Params:
+    """N heads of H channels, C channels of the convolution. All but the linear layers and the norm in float32."""
+
+    inner: Linear  # [D] -> v, b and c [C], gate [N*H], step [N]
+    conv: ConvolutionParams
+    decay_rate: Tensor  # [N] -exp of the parameter
+    step_offset: Tensor  # [N]
+    skip: Tensor  # [N]
+    norm: Tensor | None  # [N*H]
+    out: Linear  # [N*H] -> [D]
 
 
 class Mamba2Layer:
@@ -121,3 +137,18 @@ def chunked_scan(v: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) 
         state = torch.addcmul(added[:, :, chunk], last[:, :, chunk], state)
     heads = inside + since_start * (c @ torch.stack(before, 2))
     return heads.flatten(2, 3)[:, :, :tokens], state
+
+
+def _load(weights: NamedWeights, prefix: str, mixer: Mamba2) -> Mamba2Params:
+    return Mamba2Params(
+        inner=weights.linear(*(f"{prefix}.{part}" for part in ("v", "b", "c", "gate", "step"))),
+        conv=weights.convolution(*(f"{prefix}.{part}_conv" for part in "vbc")),
+        decay_rate=-weights.take(f"{prefix}.decay_rate").exp(),
+        step_offset=weights.take(f"{prefix}.step_offset"),
+        skip=weights.take(f"{prefix}.skip"),
+        norm=weights.wide(f"{prefix}.norm"),
+        out=weights.linear(f"{prefix}.o"),
+    )
+
+
+MAMBA2: Final = recurrent_ops(Mamba2, _load, Mamba2Layer)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Final
+
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention.paged import Rotations
-from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
-from pagoda.backends.reference.weights.load import ShortConvolutionParams
+from pagoda.backends.reference.model.linear import Linear
+from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
+from pagoda.backends.reference.model.mixers.rotary import Rotations
+from pagoda.backends.reference.model.params import ConvolutionParams
+from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.common.models.mixers import ShortConvolution
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolutionParams:
+    """C channels."""
+
+    inner: Linear  # [D] -> b, c and v, each [C]
+    conv: ConvolutionParams
+    out: Linear  # [C] -> [D]
 
 
 class ShortConvolutionLayer:
     """One layer's projections and convolution, a RecurrentLayer."""
 
-    def __init__(self, params: ShortConvolutionParams) -> None:
+    def __init__(self, spec: ShortConvolution, params: ShortConvolutionParams) -> None:
         self.params = params
         self.convolve = Convolution(params.conv)
         self.elements = self.convolve.elements
@@ -31,3 +46,14 @@ class ShortConvolutionLayer:
     def out(self, mixed: Tensor, gate: Tensor) -> Tensor:
         """Float32 convolved inputs and gates [T, C] -> [T, D]."""
         return self.params.out(torch.mul(mixed, gate).to(gate.dtype))
+
+
+def _load(weights: NamedWeights, prefix: str, mixer: ShortConvolution) -> ShortConvolutionParams:
+    return ShortConvolutionParams(
+        inner=weights.linear(*(f"{prefix}.{part}" for part in "bcv")),
+        conv=weights.convolution(f"{prefix}.conv"),
+        out=weights.linear(f"{prefix}.o"),
+    )
+
+
+SHORT_CONVOLUTION: Final = recurrent_ops(ShortConvolution, _load, ShortConvolutionLayer)

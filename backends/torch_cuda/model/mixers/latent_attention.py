@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts, attend
+from pagoda.backends.reference.execution import PackedPrompts
+from pagoda.backends.reference.model.mixers.attention.packed import attend
 from pagoda.backends.reference.model.mixers.latent_attention import IndexQueries
 from pagoda.backends.reference.model.ops import query_growth
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import attend, make_packed
+from pagoda.backends.reference.execution import make_packed
+from pagoda.backends.reference.model.mixers.attention.packed import attend
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.backends.torch_cuda.model import encoder
