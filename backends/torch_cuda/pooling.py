@@ -19,7 +19,7 @@ from pagoda.backends.torch_cuda.device import Device, find_device
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, DeviceToHost, make_stream
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter
 from pagoda.backends.torch_cuda.memory.plan import GIB
-from pagoda.backends.torch_cuda.model.encoder import CudaEncoder
+from pagoda.backends.torch_cuda.model.mixers.attention.packed import CudaEncoder
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
 from pagoda.backends.torch_cuda.supported import SUPPORTED
 from pagoda.backends.torch_cuda.weights.load import Loader

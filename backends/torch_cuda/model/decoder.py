@@ -27,8 +27,8 @@ from pagoda.backends.torch_cuda.kernels.pointwise import activation
 from pagoda.backends.torch_cuda.memory.cache import CudaCache
 from pagoda.backends.torch_cuda.memory.offload import Offload
 from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
-from pagoda.backends.torch_cuda.model.mixers.attention import CudaAttention
-from pagoda.backends.torch_cuda.model.mixers.block_sparse import CudaBlockAttention
+from pagoda.backends.torch_cuda.model.mixers.attention.block_sparse import CudaBlockAttention
+from pagoda.backends.torch_cuda.model.mixers.attention.paged import CudaAttention
 from pagoda.backends.torch_cuda.model.mixers.latent_attention import CudaLatentAttention
 from pagoda.backends.torch_cuda.model.mixers.layers import make_recurrence
 from pagoda.backends.torch_cuda.model.mixers.recurrence import CudaPagedRecurrence

@@ -20,7 +20,7 @@ from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.memory.cache import CudaCache
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder, make_layers, make_mixer
-from pagoda.backends.torch_cuda.model.mixers.attention import CudaAttention
+from pagoda.backends.torch_cuda.model.mixers.attention.paged import CudaAttention
 from pagoda.backends.torch_cuda.model.parameters import Empty, Linear, RankParams
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, CudaTokenEmbedding, linear, rotary_tables
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard

@@ -18,7 +18,7 @@ from pagoda.backends.torch_cuda.kernels.attention.block_selection import Selecte
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention import choose_splits, decode_attention
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import rotated
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaCache, CudaLayerCache
-from pagoda.backends.torch_cuda.model.mixers.attention import CudaAttention
+from pagoda.backends.torch_cuda.model.mixers.attention.paged import CudaAttention
 from pagoda.backends.torch_cuda.model.mixers.latent_attention import contexts
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
 from pagoda.common.models.mixers import Attention, BlockIndexer

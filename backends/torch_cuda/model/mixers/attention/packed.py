@@ -19,8 +19,13 @@ from pagoda.backends.torch_cuda.attention_backends.triton import own_kernels
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import RopeCache, rope_queries
 from pagoda.backends.torch_cuda.model.decoder import MixerStep, make_layers
-from pagoda.backends.torch_cuda.model.mixers.attention import make_preparation, per_head_norm, projection, value_norm
-from pagoda.backends.torch_cuda.model.mixers.block_sparse import CudaBlockIndex, packed_masks
+from pagoda.backends.torch_cuda.model.mixers.attention.block_sparse import CudaBlockIndex, packed_masks
+from pagoda.backends.torch_cuda.model.mixers.attention.paged import (
+    make_preparation,
+    per_head_norm,
+    projection,
+    value_norm,
+)
 from pagoda.backends.torch_cuda.model.mixers.latent_attention import CudaPackedLatentAttention
 from pagoda.backends.torch_cuda.model.mixers.layers import make_recurrence
 from pagoda.backends.torch_cuda.model.mixers.recurrence import CudaPackedRecurrence
