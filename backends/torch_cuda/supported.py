@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
-from pagoda.common.models.mixers import (
-    Attention,
-    GatedDelta,
-    KimiDelta,
-    LatentAttention,
-    LightningAttention,
-    Mamba,
-    Mamba2,
-    ShortConvolution,
-)
-from pagoda.common.models.supported import Supported
+from pagoda.common.models.mixers import Mixer
+from pagoda.common.models.supported import Feature, Supported
 from pagoda.common.weights.gguf.groups import group_format
 from pagoda.common.weights.quantization.support import SchemeSupport
 from pagoda.common.weights.quantization.tensors import (
@@ -29,20 +20,8 @@ from pagoda.common.weights.quantization.tensors import (
     Scheme,
 )
 
-SUPPORTED: Final = Supported(
-    "torch_cuda",
-    mixers=(Attention, LatentAttention, GatedDelta, KimiDelta, LightningAttention, Mamba, Mamba2, ShortConvolution),
-    features=frozenset(
-        {
-            *("shared cache", "output gate", "ALiBi", "sinks", "chunks", "query growth", "value norm"),
-            *("values are keys", "indexer", "scaled beta", "several mixers", "no mixer", "no ffn", "sparse gate"),
-            *("side mixture", "low-rank residual", "normed residual", "output scale", "per-layer embedding", "AltUp"),
-            *("gate per head", "latent gate", "latent query growth", "clipped gate", "shortcut", "blend"),
-            *("root of ALiBi", "chunk lookback", "value width", "empty layer", "input block"),
-            *("direct decay", "bounded decay", "block indexer"),
-        }
-    ),
-)
+SUPPORTED: Final = Supported("torch_cuda", mixers=get_args(Mixer), features=frozenset(get_args(Feature)))
+"""All of it."""
 
 _DEQUANTISES: Final = SchemeSupport("dequantises", "the model's type")
 

@@ -27,11 +27,8 @@ from pagoda.backends.torch_cuda.kernels.pointwise import activation
 from pagoda.backends.torch_cuda.memory.cache import CudaCache
 from pagoda.backends.torch_cuda.memory.offload import Offload
 from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
-from pagoda.backends.torch_cuda.model.mixers.attention.block_sparse import CudaBlockAttention
-from pagoda.backends.torch_cuda.model.mixers.attention.paged import CudaAttention
-from pagoda.backends.torch_cuda.model.mixers.latent_attention import CudaLatentAttention
-from pagoda.backends.torch_cuda.model.mixers.layers import make_recurrence
-from pagoda.backends.torch_cuda.model.mixers.recurrence import CudaPagedRecurrence
+from pagoda.backends.torch_cuda.model.mixers.interface import CudaMixerStep
+from pagoda.backends.torch_cuda.model.mixers.registry import ops_of
 from pagoda.backends.torch_cuda.model.parameters import Linear, RankParams
 from pagoda.backends.torch_cuda.model.parts import (
     CudaBuildContext,
@@ -49,8 +46,7 @@ from pagoda.backends.torch_cuda.model.streams import (
     with_streams,
 )
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, Comm
-from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
-from pagoda.common.models.rope import Rope
+from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.spec import (
     Activation,
     Ffn,
@@ -98,7 +94,7 @@ class CudaDecoder:
         layers = make_layers(
             spec,
             build,
-            lambda mixer, prefix, numbers: make_mixer(mixer, tables, build, prefix, numbers),
+            lambda mixer, prefix, numbers: ops_of(mixer).paged(mixer, tables, build, prefix, numbers),
         )
         self.layers = layers if offload is None else offload.wrap(layers)
         self.final_norm = build.norm(spec.final_norm, "final_norm")
@@ -168,33 +164,10 @@ class CudaDecoder:
         return logits
 
 
-MixerStep = Callable[..., Tensor]
-"""(x [T, D], its other inputs) -> [T, D]."""
-
-
-def make_mixer(
-    spec: Mixer,
-    tables: Mapping[Rope | None, Tensor | None],
-    build: CudaBuildContext,
-    prefix: str,
-    numbers: tuple[int, ...],
-) -> MixerStep:
-    """Return the mixer over the caches of these numbers."""
-    match spec:
-        case Attention() if spec.blocks is not None:
-            return CudaBlockAttention(spec, tables, build, prefix, numbers)
-        case Attention():
-            return CudaAttention(spec, tables[spec.rope], build, prefix, numbers[0])
-        case LatentAttention():
-            return CudaLatentAttention(spec, tables, build, prefix, numbers)
-        case _:
-            return CudaPagedRecurrence(make_recurrence(spec, tables, build, prefix), numbers[0])
-
-
 def make_layers(
     spec: ModelSpec,
     build: CudaBuildContext,
-    make: Callable[[Mixer, str, tuple[int, ...]], MixerStep],
+    make: Callable[[Mixer, str, tuple[int, ...]], CudaMixerStep],
 ) -> tuple[LayerStep, ...]:
     """Return every layer, for `run_layers`. `make`: returns a mixer of its spec, parameters' prefix and caches."""
     layers = []
@@ -213,7 +186,7 @@ def make_layers(
 class CudaDecoderLayer:
     """One layer: mixers, whose outputs are added, and ffn, each between its norms, on the residual stream."""
 
-    def __init__(self, spec: Layer, mixers: Sequence[MixerStep], build: CudaBuildContext, prefix: str) -> None:
+    def __init__(self, spec: Layer, mixers: Sequence[CudaMixerStep], build: CudaBuildContext, prefix: str) -> None:
         norms = spec.norms
         self.mixers = tuple(mixers)
         self.ffn = None if spec.ffn is None else make_ffn(spec.ffn, build, f"{prefix}.ffn")
@@ -290,16 +263,14 @@ def _only_readers(spec: Layer, build: CudaBuildContext, prefix: str) -> tuple[st
     if spec.parallel or spec.norm_residual or spec.block or spec.low_rank or spec.shortcut or spec.side_moe:
         return None, None
     mixer = spec.mixers[0] if len(spec.mixers) == 1 else None
-    attends = isinstance(mixer, Attention) and mixer.blocks is None and not mixer.output_gate
-    attends = attends and build.params.get(f"{prefix}.mixers.0.adapter") is None
-    of_ffn = f"{prefix}.ffn.inner" if isinstance(spec.ffn, Mlp) else None
-    return f"{prefix}.mixers.0.qkv" if attends else None, of_ffn
+    of_mixer = None if mixer is None else ops_of(mixer).only_reader(mixer, build, f"{prefix}.mixers.0")
+    return of_mixer, f"{prefix}.ffn.inner" if isinstance(spec.ffn, Mlp) else None
 
 
 class CudaInputBlock:
     """A transformer block in front of a layer's mixers."""
 
-    def __init__(self, spec: InputBlock, attend: MixerStep, build: CudaBuildContext, prefix: str) -> None:
+    def __init__(self, spec: InputBlock, attend: CudaMixerStep, build: CudaBuildContext, prefix: str) -> None:
         name = f"{prefix}.block"
         self.attend = attend
         self.norm, self.ffn_norm = (build.norm(spec.norm, f"{name}.{norm}") for norm in ("norm", "ffn_norm"))

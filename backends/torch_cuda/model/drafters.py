@@ -19,8 +19,8 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKern
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.memory.cache import CudaCache
-from pagoda.backends.torch_cuda.model.decoder import CudaDecoder, make_layers, make_mixer
-from pagoda.backends.torch_cuda.model.mixers.attention.paged import CudaAttention
+from pagoda.backends.torch_cuda.model.decoder import CudaDecoder, make_layers
+from pagoda.backends.torch_cuda.model.mixers.registry import ops_of
 from pagoda.backends.torch_cuda.model.parameters import Empty, Linear, RankParams
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, CudaTokenEmbedding, linear, rotary_tables
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard
@@ -151,13 +151,13 @@ class CudaFeatureDrafter:
         self.layers = make_layers(
             model,
             context,
-            lambda mixer, prefix, numbers: make_mixer(
+            lambda mixer, prefix, numbers: ops_of(mixer).paged(
                 mixer, tables, context, prefix, tuple(offset + number for number in numbers)
             ),
         )
         self.attend = None
         if attention is not None:
-            self.attend = CudaAttention(attention, tables[attention.rope], context, "inputs.attention", 0)
+            self.attend = ops_of(attention).paged(attention, tables, context, "inputs.attention", (0,))
         self.embed_norm = context.norm(inputs.embed_norm, "inputs.embed_norm")
         self.hidden_norm = context.norm(inputs.hidden_norm, "inputs.hidden_norm")
         self.project = context.linear("inputs.project")

@@ -209,6 +209,11 @@ class Attention:
             return self
         return replace(self, chunk=chunk, chunk_lookback=self.chunk_lookback if chunk else 0, query_growth=growth)
 
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.heads
+
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does.
 
@@ -320,6 +325,11 @@ class LatentAttention:
         """Return the mixer for sequences of at most `max_len` tokens, without what makes no difference there."""
         growth = _growth_within(self.query_growth, max_len)
         return self if growth == self.query_growth else replace(self, query_growth=growth)
+
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.heads
 
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""

@@ -83,6 +83,11 @@ class GatedDelta:
         """Return the mixer that sees all tokens: itself."""
         return self
 
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.key_heads
+
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
         return f"{self.key_heads} key heads" if self.key_heads % ranks else None
@@ -161,6 +166,11 @@ class Mamba2:
     def without_window(self) -> Mamba2:
         """Return the mixer that sees all tokens: itself."""
         return self
+
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.heads
 
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does.
@@ -241,6 +251,11 @@ class KimiDelta:
         """Return the mixer that sees all tokens: itself."""
         return self
 
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.heads
+
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
         return f"{self.heads} linear attention heads" if self.heads % ranks else None
@@ -298,6 +313,11 @@ class Mamba:
     def without_window(self) -> Mamba:
         """Return the mixer that sees all tokens: itself."""
         return self
+
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.channels
 
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
@@ -361,6 +381,11 @@ class LightningAttention:
         """Return the mixer that sees all tokens: itself."""
         return self
 
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.heads
+
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
         return f"{self.heads} linear attention heads" if self.heads % ranks else None
@@ -397,6 +422,11 @@ class ShortConvolution:
     def without_window(self) -> ShortConvolution:
         """Return the mixer that sees all tokens: itself."""
         return self
+
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.channels
 
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
