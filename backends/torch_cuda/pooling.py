@@ -27,10 +27,10 @@ from pagoda.backends.torch_cuda.model.mixers.interface import CudaMixerStep
 from pagoda.backends.torch_cuda.model.mixers.registry import ops_of
 from pagoda.backends.torch_cuda.model.parameters import RankParams
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, CudaTokenEmbedding, rotary_tables
-from pagoda.backends.torch_cuda.model.streams import make_first_streams, run_layers
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard
 from pagoda.backends.torch_cuda.supported import SUPPORTED
 from pagoda.backends.torch_cuda.weights.load import Loader
+from pagoda.backends.torch_decoder.streams import make_first_streams, run_layers
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.nested.profiler import ProfilerConfig

@@ -38,14 +38,14 @@ from pagoda.backends.torch_cuda.model.parts import (
     linear,
     rotary_tables,
 )
-from pagoda.backends.torch_cuda.model.streams import (
+from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, Comm
+from pagoda.backends.torch_decoder.streams import (
     LayerStep,
     Stream,
     make_first_streams,
     run_layers,
     with_streams,
 )
-from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, Comm
 from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.spec import (
     Activation,
