@@ -323,7 +323,7 @@ def calibrate_kv_scales(
         return torch.zeros(shape, dtype=dtype, device=device)
 
     num_blocks = (1 + groups * pages,) * len(layout.pools)
-    plain = allocate(layout, num_blocks, decoder.embed.table.dtype, build.shard, zeros)
+    plain = allocate(layout, num_blocks, decoder.build.table_dtype, build.shard, zeros)
     ids = np.random.default_rng(0).integers(decoder.spec.vocab, size=tokens, dtype=np.int32)
     decoder.hidden(_one_sequence(ids, blocks, layout.block_size, tile, device), plain)
     for number, cache in caches.items():

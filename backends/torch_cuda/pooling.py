@@ -21,16 +21,16 @@ from pagoda.backends.torch_cuda.device import Device, find_device
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, DeviceToHost, make_stream
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter
 from pagoda.backends.torch_cuda.memory.plan import GIB
-from pagoda.backends.torch_cuda.model.decoder import make_layers
+from pagoda.backends.torch_cuda.model.feed_forward import block_makers
 from pagoda.backends.torch_cuda.model.mixers.attention.packed import SharedKeysValues
-from pagoda.backends.torch_cuda.model.mixers.interface import CudaMixerStep
 from pagoda.backends.torch_cuda.model.mixers.registry import ops_of
 from pagoda.backends.torch_cuda.model.parameters import RankParams
-from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, CudaTokenEmbedding, rotary_tables
+from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, rotary_tables
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard
 from pagoda.backends.torch_cuda.supported import SUPPORTED
 from pagoda.backends.torch_cuda.weights.load import Loader
-from pagoda.backends.torch_decoder.streams import make_first_streams, run_layers
+from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
+from pagoda.backends.torch_decoder.ops import MixerStep
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.nested.profiler import ProfilerConfig
@@ -179,23 +179,20 @@ class CudaEncoder:
         tables = rotary_tables(spec.ropes, max_len, device.torch)
         readers = Counter(numbers for layer in spec.cache_numbers for numbers in layer)
         shared = frozenset(number for numbers, count in readers.items() for number in numbers if count > 1)
-        self.embed = CudaTokenEmbedding(spec.embedding, build)
-        self.first = make_first_streams(spec, build)
+        self.embed = TokenEmbedding(spec.embedding, build)
 
-        def make(mixer: Mixer, prefix: str, numbers: tuple[int, ...]) -> CudaMixerStep:
+        def make(mixer: Mixer, prefix: str, numbers: tuple[int, ...]) -> MixerStep:
             number = numbers[0] if numbers and numbers[0] in shared else None
             return ops_of(mixer).packed(mixer, tables, build, prefix, number)
 
-        self.layers = make_layers(spec, build, make)
-        self.final_norm = build.norm(spec.final_norm, "final_norm")
+        self.stack = DecoderStack(spec, build, block_makers(build, make))
         self.embed_out = build.linear("embed_out") if params.get("embed_out") is not None else None
 
     def hidden(self, batch: PackedPrompts) -> Tensor:
         """Return hidden states [T, D] after the last norm."""
         x = self.embed(batch.token_ids, batch.positions, batch.token_types)
         kept: SharedKeysValues = {}
-        residual, update = run_layers(self.layers, self.first, batch.token_ids, x, batch, kept)
-        hidden = self.final_norm(update, residual)[0]
+        hidden = self.stack(batch.token_ids, x, batch, kept)
         return hidden if self.embed_out is None else self.embed_out(hidden)
 
 

@@ -19,12 +19,15 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKern
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.memory.cache import CudaCache
-from pagoda.backends.torch_cuda.model.decoder import CudaDecoder, make_layers
+from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
+from pagoda.backends.torch_cuda.model.feed_forward import block_makers
 from pagoda.backends.torch_cuda.model.mixers.registry import ops_of
-from pagoda.backends.torch_cuda.model.parameters import Empty, Linear, RankParams
-from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, CudaTokenEmbedding, linear, rotary_tables
+from pagoda.backends.torch_cuda.model.parameters import Empty, RankParams
+from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, linear, rotary_tables
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard
 from pagoda.backends.torch_cuda.weights.load import Loader
+from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
+from pagoda.backends.torch_decoder.ops import Linear
 from pagoda.common.backend import Weight
 from pagoda.common.models.drafters import (
     AttendedInputs,
@@ -147,21 +150,20 @@ class CudaFeatureDrafter:
         )
         tables = rotary_tables(spec.ropes, build.max_len, build.device.torch)
         offset = len(spec.caches) - len(model.caches)
-        self.embed = CudaTokenEmbedding(model.embedding, context)
-        self.layers = make_layers(
-            model,
+        makers = block_makers(
             context,
             lambda mixer, prefix, numbers: ops_of(mixer).paged(
                 mixer, tables, context, prefix, tuple(offset + number for number in numbers)
             ),
         )
+        self.embed = TokenEmbedding(model.embedding, context)
+        self.stack = DecoderStack(model, context, makers)
         self.attend = None
         if attention is not None:
             self.attend = ops_of(attention).paged(attention, tables, context, "inputs.attention", (0,))
         self.embed_norm = context.norm(inputs.embed_norm, "inputs.embed_norm")
         self.hidden_norm = context.norm(inputs.hidden_norm, "inputs.hidden_norm")
         self.project = context.linear("inputs.project")
-        self.final_norm = context.norm(model.final_norm, "final_norm")
         self.head = self._head(spec, own, build)
         self.embed_out = target.embed_out
         ids = own.get("target_ids")
@@ -186,7 +188,7 @@ class CudaFeatureDrafter:
         if number:
             assert tokens.features is not None
             last = self._run(tokens.batch, tokens.features, caches)
-        normed = self.final_norm(last, None)[0]
+        normed = self.stack.final_norm(last, None)[0]
         vocab = self.spec.head_vocab or self.spec.model.vocab
         scores = self.head(normed if self.embed_out is None else self.embed_out(normed))[:, :vocab]
         token_ids = scores.argmax(-1)
@@ -195,11 +197,7 @@ class CudaFeatureDrafter:
         return token_ids, normed if self.spec.chains_normed else last
 
     def _run(self, batch: CudaStepBatch, features: Tensor, caches: Caches) -> Tensor:
-        stream: tuple[Tensor | None, Tensor] = None, self._input(batch, features, caches)
-        for layer in self.layers:
-            stream = layer(stream, batch, caches)
-        residual, update = stream
-        return update if residual is None else residual + update
+        return self.stack.without_norm(self._input(batch, features, caches), batch, caches)
 
     def _input(self, batch: CudaStepBatch, features: Tensor, caches: Caches) -> Tensor:
         """Return what the first layer reads, [T, D]."""

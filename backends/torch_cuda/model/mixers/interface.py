@@ -9,10 +9,8 @@ from typing import Final, Generic, TypeVar
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
+from pagoda.backends.torch_decoder.ops import MixerStep
 from pagoda.common.models.rope import Rope
-
-CudaMixerStep = Callable[..., Tensor]
-"""(x [T, D], its other inputs) -> [T, D]."""
 
 RotaryTables = Mapping[Rope | None, Tensor | None]
 """See `rotary_tables`."""
@@ -36,13 +34,13 @@ class CudaMixerOps(Generic[SpecT]):
 
     kind: type[SpecT]
 
-    paged: Callable[[SpecT, RotaryTables, CudaBuildContext, str, tuple[int, ...]], CudaMixerStep]
+    paged: Callable[[SpecT, RotaryTables, CudaBuildContext, str, tuple[int, ...]], MixerStep]
     """(spec, tables, build, prefix of its parameters, numbers of its caches) -> the mixer over the paged caches.
 
     Its other inputs: a CudaStepBatch and the caches by number.
     """
 
-    packed: Callable[[SpecT, RotaryTables, CudaBuildContext, str, int | None], CudaMixerStep]
+    packed: Callable[[SpecT, RotaryTables, CudaBuildContext, str, int | None], MixerStep]
     """(spec, tables, build, prefix, number of its cache if several layers read it) -> the mixer within each prompt.
 
     Its other inputs: PackedPrompts and the keys and values that layers share.

@@ -13,8 +13,9 @@ from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_norm import GatedNorm, activated, gated_norm
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaCache
-from pagoda.backends.torch_cuda.model.mixers.interface import CudaMixerOps, CudaMixerStep, RotaryTables
+from pagoda.backends.torch_cuda.model.mixers.interface import CudaMixerOps, RotaryTables
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
+from pagoda.backends.torch_decoder.ops import MixerStep
 from pagoda.common.models.mixers import Recurrent
 from pagoda.common.models.primitives import Norm
 
@@ -96,12 +97,12 @@ def recurrent_ops(
 
     def paged(
         spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str, numbers: tuple[int, ...]
-    ) -> CudaMixerStep:
+    ) -> MixerStep:
         return CudaPagedRecurrence(layer(spec, tables, build, prefix), numbers[0])
 
     def packed(
         spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str, shared: int | None
-    ) -> CudaMixerStep:
+    ) -> MixerStep:
         (cache,) = spec.caches()
         return CudaPackedRecurrence(layer(spec, tables, build, prefix), cache.block_elements(1))
 

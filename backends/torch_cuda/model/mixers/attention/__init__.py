@@ -8,14 +8,15 @@ from typing import Final
 from pagoda.backends.torch_cuda.model.mixers.attention.block_sparse import CudaBlockAttention
 from pagoda.backends.torch_cuda.model.mixers.attention.packed import CudaPackedAttention
 from pagoda.backends.torch_cuda.model.mixers.attention.paged import CudaAttention
-from pagoda.backends.torch_cuda.model.mixers.interface import PROJECTIONS, CudaMixerOps, CudaMixerStep, RotaryTables
+from pagoda.backends.torch_cuda.model.mixers.interface import PROJECTIONS, CudaMixerOps, RotaryTables
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
+from pagoda.backends.torch_decoder.ops import MixerStep
 from pagoda.common.models.mixers import Attention, Mixer
 
 
 def _paged(
     spec: Attention, tables: RotaryTables, build: CudaBuildContext, prefix: str, numbers: tuple[int, ...]
-) -> CudaMixerStep:
+) -> MixerStep:
     if spec.blocks is not None:
         return CudaBlockAttention(spec, tables, build, prefix, numbers)
     return CudaAttention(spec, tables[spec.rope], build, prefix, numbers[0])
