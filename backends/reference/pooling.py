@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 import torch
@@ -13,22 +12,20 @@ from torch import Tensor
 
 from pagoda.backends.reference.backend import CAPABILITIES, prepare_thread
 from pagoda.backends.reference.execution import PackedPrompts, make_packed
-from pagoda.backends.reference.model.decoder import TokenEmbedding, make_layers, make_norm
+from pagoda.backends.reference.model.feed_forward import packed_makers
 from pagoda.backends.reference.model.mixers.attention.packed import SharedCaches
-from pagoda.backends.reference.model.mixers.interface import MixerStep
-from pagoda.backends.reference.model.mixers.registry import ops_of
 from pagoda.backends.reference.model.mixers.rotary import RotaryTables
+from pagoda.backends.reference.model.named_ops import ReferenceOps, named_parts
 from pagoda.backends.reference.model.numerics import Numerics, numerics
 from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
-from pagoda.backends.reference.model.streams import make_streams
 from pagoda.backends.reference.profiler import TorchTracer
 from pagoda.backends.reference.weights.load import Packer, rounded_weights
 from pagoda.backends.reference.weights.params import ModelParams
+from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.nested.profiler import ProfilerConfig
 from pagoda.common.engine.pooling.values import PoolingRules, PoolPlan, PoolResult
-from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 
@@ -106,12 +103,11 @@ class Encoder:
 
     def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics, max_len: int) -> None:
         self.params = params
-        self.embed = TokenEmbedding(spec, params, numerics)
         readers = Counter(number for layer in spec.cache_numbers for mixer in layer for number in mixer)
         shared = frozenset(number for number, count in readers.items() if count > 1)
-        self.layers = make_layers(spec, params, partial(make_packed_mixer, shared=shared))
-        self.streams = make_streams(spec, params)
-        self.final_norm = make_norm(spec.final_norm, params.final_norm)
+        ops = ReferenceOps(named_parts(spec, params), numerics)
+        self.embed = TokenEmbedding(spec.embedding, ops)
+        self.stack = DecoderStack(spec, ops, packed_makers(ops, shared))
         self.rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
 
     def hidden(self, batch: PackedPrompts) -> Tensor:
@@ -119,16 +115,5 @@ class Encoder:
         x = self.embed(batch.token_ids, batch.positions, batch.token_types)
         rotations = self.rotary.at(batch.positions)
         shared: SharedCaches = {}
-        if self.streams is not None:
-            x = self.streams.run(batch.token_ids, x, lambda index, x: self.layers[index](x, batch, rotations, shared))
-        else:
-            for layer in self.layers:
-                x = layer(x, batch, rotations, shared)
-        x = self.final_norm(x)
+        x = self.stack(batch.token_ids, x, batch, rotations, shared)
         return x if self.params.embed_out is None else self.params.embed_out(x)
-
-
-def make_packed_mixer(spec: Mixer, params: object, caches: tuple[int, ...], *, shared: frozenset[int]) -> MixerStep:
-    """Return the mixer within each prompt. `caches`: those that it reads; `shared`: those that several mixers read."""
-    number = caches[0] if caches and caches[0] in shared else None
-    return ops_of(spec).packed(spec, params, number)

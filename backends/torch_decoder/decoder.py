@@ -66,15 +66,26 @@ class DecoderStack:
 
     def __call__(self, token_ids: Tensor, x: Tensor, *mixer_inputs: object) -> Tensor:
         """Return hidden states [T, D] after the final norm, of embeddings x [T, D] of token_ids [T]."""
+        if self.first is None:
+            return self.in_turn(x, *mixer_inputs)
         residual, update = run_layers(self.layers, self.first, token_ids, x, *mixer_inputs)
         return self.final_norm(update, residual)[0]
 
+    def in_turn(self, x: Tensor, *mixer_inputs: object) -> Tensor:
+        """Return hidden states [T, D] after the final norm, in a model whose layers just follow each other."""
+        residual, update = self._layers_in_turn(x, *mixer_inputs)
+        return self.final_norm(update, residual)[0]
+
     def without_norm(self, x: Tensor, *mixer_inputs: object) -> Tensor:
-        """Return the output [T, D] of the last layer."""
+        """Return the output [T, D] of the last layer, in a model whose layers just follow each other."""
+        residual, update = self._layers_in_turn(x, *mixer_inputs)
+        return self.ops.add(residual, update)
+
+    def _layers_in_turn(self, x: Tensor, *mixer_inputs: object) -> Stream:
         stream: Stream = None, x
         for layer in self.layers:
             stream = layer(stream, *mixer_inputs)
-        return self.ops.add(*stream)
+        return stream
 
     def captured(self, captured: tuple[int, ...], x: Tensor, *mixer_inputs: object) -> tuple[Tensor, Tensor]:
         """Return hidden states [T, D], and the inputs of the `captured` layers side by side [T, C*D]."""

@@ -22,17 +22,12 @@ _SMALLEST_SQUARE: Final = 1e-5
 
 def run_layers(
     layers: Sequence[LayerStep],
-    first: FirstStreams | None,
+    first: FirstStreams,
     token_ids: Tensor,
     x: Tensor,
     *mixer_inputs: object,
 ) -> Stream:
     """Run the layers on first hidden states x [T, D] of token_ids [T]. `first`: see `make_first_streams`."""
-    stream: Stream = None, x
-    if first is None:
-        for layer in layers:
-            stream = layer(stream, *mixer_inputs)
-        return stream
     stream, parts = first(token_ids, x)
     kept: dict[int, Tensor] = {}
     for index, layer in enumerate(layers):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,11 +15,12 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import StepBatch
 from pagoda.backends.reference.memory import LayerCache, held_bytes
-from pagoda.backends.reference.model.decoder import Decoder, TokenEmbedding, make_layers, make_norm, make_paged_mixer
+from pagoda.backends.reference.model.decoder import Decoder
+from pagoda.backends.reference.model.feed_forward import paged_makers
 from pagoda.backends.reference.model.linear import float32_linear
 from pagoda.backends.reference.model.mixers.attention.projection import load_attention
-from pagoda.backends.reference.model.mixers.interface import MixerBuild
 from pagoda.backends.reference.model.mixers.rotary import RotaryTables
+from pagoda.backends.reference.model.named_ops import ReferenceOps, named_parts
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.ops import to_torch
 from pagoda.backends.reference.programs.operators import operators
@@ -28,6 +28,7 @@ from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.backends.reference.weights.layers import load_layer
 from pagoda.backends.reference.weights.load import Packer
 from pagoda.backends.reference.weights.params import ModelParams
+from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
 from pagoda.common.backend import Weight
 from pagoda.common.models.drafters import (
     AttendedInputs,
@@ -175,29 +176,25 @@ class FeatureDecoder:
         model = spec.model
         self.spec = spec
         self.numerics = numerics
-        self.embed = TokenEmbedding(model, params, numerics)
         native = operators(numerics)
-        make = partial(make_paged_mixer, build=MixerBuild(numerics.batch_invariant, native))
-        offset = len(spec.caches) - len(model.caches)
-        self.layers = make_layers(
-            model,
-            params,
-            lambda mixer, own, caches: make(mixer, own, tuple(offset + number for number in caches)),
-            numerics.batch_invariant,
-            native,
-        )
-        self.final_norm = make_norm(model.final_norm, params.final_norm, native)
+        target_ids = beside.pop("target_ids", None)
+        given = NamedWeights({name.removeprefix("inputs."): value for name, value in beside.items()}, numerics)
+        attention = spec.inputs.attention if isinstance(spec.inputs, AttendedInputs) else None
+        parts = named_parts(model, params) | {
+            "inputs.embed_norm": given.norm("embed_norm"),
+            "inputs.hidden_norm": given.norm("hidden_norm"),
+            "inputs.project": given.linear("project"),
+            "inputs.attention": None if attention is None else load_attention(given, "attention", attention),
+        }
+        ops = ReferenceOps(parts, numerics, native)
+        self.embed = TokenEmbedding(model.embedding, replace(ops, native=None))
+        self.stack = DecoderStack(model, ops, paged_makers(ops, len(spec.caches) - len(model.caches)))
         self.rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
-        ids = beside.pop("target_ids", None)
-        self.target_ids = None if ids is None else torch.arange(len(ids)) + ids.long()
-        parts = NamedWeights({name.removeprefix("inputs."): value for name, value in beside.items()}, numerics)
-        self.embed_norm = make_norm(spec.inputs.embed_norm, parts.norm("embed_norm"), native)
-        self.hidden_norm = make_norm(spec.inputs.hidden_norm, parts.norm("hidden_norm"), native)
-        self.project = parts.linear("project")
-        self.attend = None
-        if isinstance(spec.inputs, AttendedInputs):
-            attention = spec.inputs.attention
-            self.attend = make(attention, load_attention(parts, "attention", attention), (0,))
+        self.target_ids = None if target_ids is None else torch.arange(len(target_ids)) + target_ids.long()
+        self.embed_norm = ops.norm(spec.inputs.embed_norm, "inputs.embed_norm")
+        self.hidden_norm = ops.norm(spec.inputs.hidden_norm, "inputs.hidden_norm")
+        self.project = ops.linear("inputs.project")
+        self.attend = None if attention is None else paged_makers(ops).mixer(attention, "inputs.attention", (0,))
         assert params.head is not None, "the target generates"
         self.head = params.head
         self.embed_out = params.embed_out
@@ -219,13 +216,11 @@ class FeatureDecoder:
         batch = step.batch
         caches = step.caches
         rotations = self.rotary.at(batch.positions)
-        x = self._input(step, features, rotations)
-        for layer in self.layers:
-            x = layer(x, batch, caches, rotations)
+        x = self.stack.without_norm(self._input(step, features, rotations), batch, caches, rotations)
         if not len(step.last):
             return Guessed(step.last, None)
         x = x[step.last]
-        normed = self.final_norm(x)
+        normed = self.stack.final_norm(x, None)[0]
         token_ids = self.head(normed if self.embed_out is None else self.embed_out(normed)).argmax(-1)
         if self.target_ids is not None:
             token_ids = self.target_ids[token_ids]
@@ -239,11 +234,11 @@ class FeatureDecoder:
         if isinstance(inputs, JoinedInputs):
             if inputs.blank_first:
                 embeds = embeds * (positions > 0)[:, None]
-            parts = [self.embed_norm(embeds), self.hidden_norm(features)]
+            parts = [self.embed_norm(embeds, None)[0], self.hidden_norm(features, None)[0]]
             return self.project(torch.cat(parts[::-1] if inputs.hidden_first else parts, -1))
-        normed = self.hidden_norm(features)
+        normed = self.hidden_norm(features, None)[0]
         assert self.attend is not None
-        both = torch.cat([self.embed_norm(embeds), normed], -1)
+        both = torch.cat([self.embed_norm(embeds, None)[0], normed], -1)
         return (normed if inputs.norms_residual else features) + self.attend(both, step.batch, step.caches, rotations)
 
 

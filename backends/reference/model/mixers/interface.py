@@ -6,13 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from torch import Tensor
-
 from pagoda.backends.reference.programs.operators import Operators
 from pagoda.backends.reference.weights.arrange import NamedWeights
-
-MixerStep = Callable[..., Tensor]
-"""(x [T, D], its other inputs) -> [T, D]"""
+from pagoda.backends.torch_decoder.ops import MixerStep
 
 SpecT = TypeVar("SpecT")
 ParamsT = TypeVar("ParamsT")

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import PackedPrompts, StepBatch
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.mixers.interface import MixerBuild, MixerOps, MixerStep, ParamsT, SpecT
+from pagoda.backends.reference.model.mixers.interface import MixerBuild, MixerOps, ParamsT, SpecT
 from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.params import ConvolutionParams
 from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.backends.torch_decoder.ops import MixerStep
 
 Inputs = tuple[Tensor, ...]
 """What a recurrence reads of some tokens, each [..., T, channels], in float32."""

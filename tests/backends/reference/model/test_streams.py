@@ -107,7 +107,7 @@ def test_a_shared_block_is_updated_in_every_layer() -> None:
     new = {name: value for name, value in random_weights(BLOCKS, seed=1) if name.startswith("layers.1.")}
     with torch.inference_mode():
         updated = Packer(BLOCKS, numbers).pack(new.items(), Packer(BLOCKS, numbers).pack(random_weights(BLOCKS)))
-    ours = Decoder(BLOCKS, updated, numbers, 64).layers[2].block
+    ours = Decoder(BLOCKS, updated, numbers, 64).stack.layers[2].block
     theirs = NaiveModel(BLOCKS, (dict(random_weights(BLOCKS)) | new).items())
     assert ours is not None
     h = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))

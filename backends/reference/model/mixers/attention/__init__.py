@@ -13,7 +13,8 @@ from pagoda.backends.reference.model.mixers.attention.paged import (
     fused_attention,
 )
 from pagoda.backends.reference.model.mixers.attention.projection import AttentionParams, load_attention
-from pagoda.backends.reference.model.mixers.interface import MixerBuild, MixerOps, MixerStep
+from pagoda.backends.reference.model.mixers.interface import MixerBuild, MixerOps
+from pagoda.backends.torch_decoder.ops import MixerStep
 from pagoda.common.models.mixers import Attention
 
 
