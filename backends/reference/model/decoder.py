@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -41,7 +40,7 @@ class Decoder:
         native = operators(numerics)
         ops = ReferenceOps(named_parts(spec, params), numerics, native, adapters)
         self.is_row_wise = native is not None and native.multiplies(spec.width)
-        self.embed = TokenEmbedding(spec.embedding, replace(ops, native=None))
+        self.embed = TokenEmbedding(spec.embedding, ops)
         self.stack = DecoderStack(spec, ops, paged_makers(ops))
         self.rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
         self.programs = None if native is None else native.programs(self._run_layers, max_len)

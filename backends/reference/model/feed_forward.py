@@ -157,13 +157,12 @@ _ALONE: Final = (".block.ffn", ".side.moe", ".shortcut.moe")
 """Ends of the names of blocks that torch's operators compute."""
 
 
-def paged_makers(ops: ReferenceOps, first_cache: int = 0) -> BlockMakers:
-    """Return how the blocks of a decoder over paged caches are made. `first_cache`: added to the numbers of caches."""
+def paged_makers(ops: ReferenceOps) -> BlockMakers:
+    """Return how the blocks of a decoder over paged caches are made."""
     build = MixerBuild(ops.numerics.batch_invariant, ops.native)
 
     def make(spec: Mixer, prefix: str, numbers: tuple[int, ...]) -> MixerStep:
-        shifted = tuple(first_cache + number for number in numbers)
-        return ops_of(spec).paged(spec, ops.parts[prefix], shifted, build)
+        return ops_of(spec).paged(spec, ops.parts[prefix], numbers, build)
 
     return block_makers(ops, make, batch_invariant=ops.numerics.batch_invariant)
 
