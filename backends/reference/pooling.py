@@ -17,10 +17,10 @@ from pagoda.backends.reference.model.mixers.attention.packed import SharedCaches
 from pagoda.backends.reference.model.mixers.rotary import RotaryTables
 from pagoda.backends.reference.model.named_ops import ReferenceOps, named_parts
 from pagoda.backends.reference.model.numerics import Numerics, numerics
+from pagoda.backends.reference.model.params import ModelParams
 from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
 from pagoda.backends.reference.profiler import TorchTracer
 from pagoda.backends.reference.weights.load import Packer, rounded_weights
-from pagoda.backends.reference.weights.params import ModelParams
 from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
@@ -74,7 +74,9 @@ class ReferencePooling:
         params = Packer(self.spec, self.numerics).pack(weights)
         self.num_bytes = params.num_bytes
         encoder = Encoder(self.spec, params, self.numerics, max_len)
-        pooler = ReferencePooler(self.spec.pooler, params.pooler)
+        pooler = ReferencePooler(
+            self.spec.pooler, {name: part for name, part in params.parts.items() if name.startswith("pooler.")}
+        )
         self._pool = lambda prompts, bounds, rules: pooler(encoder.hidden(prompts), bounds, rules)
 
     def warmup(self) -> None:
@@ -102,7 +104,7 @@ class Encoder:
     """Maps a batch of prompts to hidden states."""
 
     def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics, max_len: int) -> None:
-        self.params = params
+        self.embed_out = params.parts.get("embed_out")
         readers = Counter(number for layer in spec.cache_numbers for mixer in layer for number in mixer)
         shared = frozenset(number for number, count in readers.items() if count > 1)
         ops = ReferenceOps(named_parts(spec, params), numerics)
@@ -116,4 +118,4 @@ class Encoder:
         rotations = self.rotary.at(batch.positions)
         shared: SharedCaches = {}
         x = self.stack(batch.token_ids, x, batch, rotations, shared)
-        return x if self.params.embed_out is None else self.params.embed_out(x)
+        return x if self.embed_out is None else self.embed_out(x)

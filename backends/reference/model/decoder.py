@@ -15,8 +15,8 @@ from pagoda.backends.reference.model.mixers.rotary import RotaryTables
 from pagoda.backends.reference.model.named_ops import ReferenceOps, named_parts
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.ops import softcap
+from pagoda.backends.reference.model.params import ModelParams
 from pagoda.backends.reference.programs.operators import operators
-from pagoda.backends.reference.weights.params import ModelParams
 from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
 from pagoda.common.models.spec import ModelSpec
 
@@ -42,6 +42,8 @@ class Decoder:
         self.is_row_wise = native is not None and native.multiplies(spec.width)
         self.embed = TokenEmbedding(spec.embedding, ops)
         self.stack = DecoderStack(spec, ops, paged_makers(ops))
+        self.head = params.parts["head"]
+        self.embed_out = params.parts.get("embed_out")
         self.rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
         self.programs = None if native is None else native.programs(self._run_layers, max_len)
 
@@ -88,10 +90,9 @@ class Decoder:
             return self._logits(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        if self.params.embed_out is not None:
-            hidden = self.params.embed_out(hidden)
-        assert self.params.head is not None, "the model generates"
-        logits = self.params.head(hidden)
+        if self.embed_out is not None:
+            hidden = self.embed_out(hidden)
+        logits: Tensor = self.head(hidden)
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         return logits if self.spec.logit_softcap is None else softcap(logits, self.spec.logit_softcap)

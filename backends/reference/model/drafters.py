@@ -7,7 +7,7 @@ returns the logits after the last token of each sequence; `next` runs on one tok
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,11 +23,11 @@ from pagoda.backends.reference.model.mixers.rotary import RotaryTables
 from pagoda.backends.reference.model.named_ops import ReferenceOps, named_parts
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.ops import to_torch
+from pagoda.backends.reference.model.params import ModelParams
 from pagoda.backends.reference.programs.operators import operators
 from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.backends.reference.weights.layers import load_layer
 from pagoda.backends.reference.weights.load import Packer
-from pagoda.backends.reference.weights.params import ModelParams
 from pagoda.backends.torch_decoder.drafters import FeatureLayers, HeadsGuesser, StagesGuesser
 from pagoda.backends.torch_decoder.ops import Linear
 from pagoda.common.backend import Weight
@@ -120,24 +120,20 @@ def _feature_params(
     named = _named(spec, weights, numerics)
     beside = {name: named.pop(name) for name in list(named) if name.startswith(("inputs.", "target_ids"))}
     head = named.pop("head", None)
-    layers = NamedWeights({**named}, numerics)
-    own = [
-        load_layer(_layer_weights(named, index, numerics), f"layers.{index}", layer)
-        for index, layer in enumerate(spec.model.layers)
-    ]
-    base = target.params
+    own = NamedWeights({**named}, numerics)
+    parts = {name: part for name, part in target.params.parts.items() if not name.startswith("layers.")}
     if spec.own_embedding:
-        embed = layers.table("embed")
-        assert embed is not None
-        base = replace(base, embed=embed, embed_in=None, embed_out=None)
-    packed = base.head if head is None else float32_linear(head, None, numerics)
-    final_norm = layers.norm("final_norm")
-    return replace(base, layers=tuple(own), final_norm=final_norm, head=packed), beside
-
-
-def _layer_weights(named: dict[str, Tensor], index: int, numerics: Numerics) -> NamedWeights:
-    prefix = f"layers.{index}."
-    return NamedWeights({name: named.pop(name) for name in list(named) if name.startswith(prefix)}, numerics)
+        parts = {name: part for name, part in parts.items() if name not in ("embed_in", "embed_out")}
+        parts["embed"] = own.table("embed")
+    if head is not None:
+        parts["head"] = float32_linear(head, None, numerics)
+    parts["final_norm"] = own.norm("final_norm")
+    layers: dict[str, object] = {}
+    for index, layer in enumerate(spec.model.layers):
+        prefix = f"layers.{index}"
+        tensors = {name: tensor for name, tensor in named.items() if name.startswith(f"{prefix}.")}
+        layers |= load_layer(NamedWeights({**tensors}, numerics), prefix, layer)
+    return ModelParams(parts | layers, held_bytes(layers)), beside
 
 
 class LanguageDecoder:
@@ -184,10 +180,9 @@ class FeatureDecoder:
             "inputs.attention": None if attention is None else load_attention(given, "attention", attention),
         }
         ops = ReferenceOps(parts, numerics, operators(numerics))
-        assert params.head is not None, "the target generates"
-        self.layers = FeatureLayers(spec, ops, paged_makers(ops), params.head, params.embed_out, target_ids)
+        self.layers = FeatureLayers(spec, ops, paged_makers(ops), parts["head"], parts.get("embed_out"), target_ids)
         self.rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
-        self.num_bytes = held_bytes((params.layers, beside))
+        self.num_bytes = params.num_bytes + held_bytes(beside)
 
     def records(self, num_tokens: int) -> bool:
         return False

@@ -24,8 +24,8 @@ from pagoda.backends.reference.model.ops import (
     sparse,
     xielu,
 )
+from pagoda.backends.reference.model.params import MlpParams, MoeParams
 from pagoda.backends.reference.programs.operators import Operators
-from pagoda.backends.reference.weights.params import MlpParams, MoeParams
 from pagoda.backends.torch_decoder.ops import BlockMakers, Linear, MixerStep, Routed
 from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.spec import Ffn, Mlp, Moe

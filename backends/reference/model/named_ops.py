@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from pagoda.backends.reference.model.adapters import AdapterMatrices
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.ops import activation, norm
+from pagoda.backends.reference.model.params import ModelParams
 from pagoda.backends.reference.model.quantized.blocks import look_up
 from pagoda.backends.reference.programs.operators import Operators
-from pagoda.backends.reference.weights.params import LayerParams, ModelParams
 from pagoda.backends.torch_decoder.ops import Linear, NormStep, Stream
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import Activation, ModelSpec
@@ -114,38 +114,24 @@ def _rms(weight: Tensor, eps: float) -> Linear:
 
 
 def named_parts(spec: ModelSpec, params: ModelParams) -> dict[str, Any]:
-    """Return what a model is assembled from by name: linear maps, norms, tables, small tensors, and whole blocks.
-
-    The blocks are feed-forward blocks and mixers, input blocks with their adapters.
-    """
-    parts: dict[str, Any] = {
-        "embed": params.embed,
-        "per_layer.table": params.layer_table,
-        "positions": params.positions,
-        "token_types": params.token_types,
-        "embed_norm": params.embed_norm,
-        "embed_in": params.embed_in,
-        "final_norm": params.final_norm,
-        **params.extras,
-    }
-    for index, (layer, own) in enumerate(zip(spec.layers, params.layers)):
-        prefix = f"layers.{index}"
-        parts |= {f"{prefix}.{name}": part for name, part in _layer_parts(own, len(layer.mixers))}
-        if layer.block is not None and own.block is not None:
-            first = params.layers[layer.block.weights_of].block
-            assert first is not None, "the layer of the weights has a block"
-            parts[f"{prefix}.mixers.0"], parts[f"{prefix}.block.ffn"] = own.block.adapted(first)
-            parts[f"{prefix}.block.out"] = own.block.out
-            parts |= {f"{prefix}.block.{name}": norm for name, norm in first.norms.items()}
-    return {name: part for name, part in parts.items() if part is not None}
+    """Return the parts of a model with those of each input block under the names of the layer that uses them."""
+    parts = dict(params.parts)
+    for index, layer in enumerate(spec.layers):
+        if layer.block is None:
+            continue
+        own = f"layers.{index}"
+        first = f"layers.{layer.block.weights_of}"
+        for name in ("block.norm", "block.ffn_norm"):
+            if (norm := params.parts.get(f"{first}.{name}")) is not None:
+                parts[f"{own}.{name}"] = norm
+        attention = params.parts[f"{first}.mixers.0"]
+        ffn = params.parts[f"{first}.block.ffn"]
+        qkv = _sum(attention.qkv, parts.get(f"{own}.block.qkv_adapter"))
+        inner = _sum(ffn.inner, parts.get(f"{own}.block.inner_adapter"))
+        parts[f"{own}.mixers.0"] = replace(attention, qkv=qkv)
+        parts[f"{own}.block.ffn"] = replace(ffn, inner=inner)
+    return parts
 
 
-def _layer_parts(params: LayerParams, num_mixers: int) -> Iterator[tuple[str, Any]]:
-    """Yield (name, part) of a layer but for its input block, whose attention is the first of the mixers."""
-    yield from ((f"norms.{field}", norm) for field, norm in params.norms.items())
-    first = num_mixers - len(params.mixers)
-    yield from ((f"mixers.{first + number}", mixer) for number, mixer in enumerate(params.mixers))
-    yield "ffn", params.ffn
-    yield "side.moe", params.side_moe
-    yield "shortcut.moe", params.shortcut
-    yield from params.extras.items()
+def _sum(layer: Linear, adapter: Linear | None) -> Linear:
+    return layer if adapter is None else lambda x: layer(x) + adapter(x)

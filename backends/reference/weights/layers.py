@@ -2,50 +2,68 @@
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import torch
 from torch import Tensor
 
 from pagoda.backends.reference.model.linear import InvariantLinear, Linear, PlainLinear
 from pagoda.backends.reference.model.mixers.attention.projection import load_attention
 from pagoda.backends.reference.model.mixers.registry import ops_of
+from pagoda.backends.reference.model.params import MlpParams, MoeParams
 from pagoda.backends.reference.weights.arrange import NamedWeights
-from pagoda.backends.reference.weights.params import NORM_FIELDS, InputBlockParams, LayerParams, MlpParams, MoeParams
 from pagoda.common.models.spec import Ffn, InputBlock, Layer, Mlp, Moe
+
+NORM_FIELDS: Final = ("before_mixer", "after_mixer", "before_ffn", "after_ffn")
+_TABLES: Final = ("embed", "per_layer.table")
 
 
 @torch.inference_mode()
-def load_layer(weights: NamedWeights, prefix: str, layer: Layer, shares_block: bool = False) -> LayerParams:
-    """Return one layer. Runs in a thread of the pool. `shares_block`: an earlier layer has its block's weights."""
-    norms = {field: weights.norm(f"{prefix}.norms.{field}") for field in NORM_FIELDS}
-    block = None if layer.block is None else _block(weights, prefix, layer, layer.block, shares_block)
-    mixers = [(mixer, f"{prefix}.mixers.{index}") for index, mixer in enumerate(layer.mixers)]
-    side = layer.side_moe
-    shortcut = layer.shortcut
-    return LayerParams(
-        block=block,
-        mixers=tuple(ops_of(mixer).load(weights, name, mixer) for mixer, name in mixers[layer.block is not None :]),
-        ffn=_ffn(weights, f"{prefix}.ffn", layer.ffn),
-        norms={field: norm for field, norm in norms.items() if norm is not None},
-        side_moe=None if side is None else _moe(weights, f"{prefix}.side.moe", side.moe),
-        shortcut=None if shortcut is None else _moe(weights, f"{prefix}.shortcut.moe", shortcut.moe),
-        extras={name.removeprefix(f"{prefix}."): weights.take_wide(name) for name in weights.names},
-    )
+def load_layer(weights: NamedWeights, prefix: str, layer: Layer, shares_block: bool = False) -> dict[str, Any]:
+    """Return the parts of one layer; see `ModelParams`. Runs in a thread of the pool.
+
+    `shares_block`: an earlier layer has its block's weights.
+    """
+    parts: dict[str, Any] = {name: weights.norm(name) for name in (f"{prefix}.norms.{field}" for field in NORM_FIELDS)}
+    if layer.block is not None:
+        parts |= _load_block(weights, prefix, layer, layer.block, shares_block)
+    for index, mixer in list(enumerate(layer.mixers))[layer.block is not None :]:
+        name = f"{prefix}.mixers.{index}"
+        parts[name] = ops_of(mixer).load(weights, name, mixer)
+    beside = {"side": layer.side_moe, "shortcut": layer.shortcut}
+    ffns: dict[str, Ffn | None] = {f"{name}.moe": None if spec is None else spec.moe for name, spec in beside.items()}
+    for name, ffn in {"ffn": layer.ffn, **ffns}.items():
+        parts[f"{prefix}.{name}"] = _ffn(weights, f"{prefix}.{name}", ffn)
+    parts |= {name: weights.take_wide(name) for name in weights.names}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
-def _block(weights: NamedWeights, prefix: str, layer: Layer, block: InputBlock, shared: bool) -> InputBlockParams:
+def load_beside_layers(weights: NamedWeights) -> dict[str, Any]:
+    """Return the parts outside of the layers, but for the head."""
+    parts: dict[str, Any] = {name: weights.table(name) for name in _TABLES}
+    parts |= {name: weights.norm(name) for name in ("embed_norm", "final_norm")}
+    parts |= {name: weights.linear(name) for name in ("embed_in", "embed_out") if name in weights.names}
+    parts |= {name: weights.take(name).float() for name in weights.names if name.startswith("pooler.")}
+    parts |= {name: weights.wide(name) for name in ("positions", "token_types")}
+    parts |= {name: weights.take_wide(name) for name in weights.names if name.startswith(("per_layer.", "alt_up."))}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _load_block(weights: NamedWeights, prefix: str, layer: Layer, block: InputBlock, shared: bool) -> dict[str, Any]:
     attention = f"{prefix}.mixers.0"
     name = f"{prefix}.block"
-    norms = {part: weights.norm(f"{name}.{part}") for part in ("norm", "ffn_norm")}
-    qkv = [(f"{attention}.{part}_adapter", f"{attention}.{part}_adapter_out") for part in "qkv"]
-    inner = (f"{name}.ffn_adapter", f"{name}.ffn.gate_adapter_out", f"{name}.ffn.up_adapter_out")
-    return InputBlockParams(
-        attention=None if shared else load_attention(weights, attention, layer.attends_before),
-        ffn=None if shared else _mlp(weights, f"{name}.ffn", block.ffn),
-        norms={part: norm for part, norm in norms.items() if norm is not None},
-        qkv_adapter=None if layer.attends_before.adapter_rank is None else _adapter(weights, *qkv),
-        inner_adapter=None if block.adapter_rank is None else _adapter(weights, inner),
-        out=weights.linear(f"{name}.out"),
-    )
+    parts: dict[str, Any] = {f"{name}.{norm}": weights.norm(f"{name}.{norm}") for norm in ("norm", "ffn_norm")}
+    parts[f"{name}.out"] = weights.linear(f"{name}.out")
+    if not shared:
+        parts[attention] = load_attention(weights, attention, layer.attends_before)
+        parts[f"{name}.ffn"] = _mlp(weights, f"{name}.ffn", block.ffn)
+    if layer.attends_before.adapter_rank is not None:
+        pairs = [(f"{attention}.{part}_adapter", f"{attention}.{part}_adapter_out") for part in "qkv"]
+        parts[f"{name}.qkv_adapter"] = _adapter(weights, *pairs)
+    if block.adapter_rank is not None:
+        seconds = (f"{name}.ffn.{part}_adapter_out" for part in ("gate", "up"))
+        parts[f"{name}.inner_adapter"] = _adapter(weights, (f"{name}.ffn_adapter", *seconds))
+    return parts
 
 
 def _adapter(weights: NamedWeights, *parts: tuple[str, ...]) -> Linear:

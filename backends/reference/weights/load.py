@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,23 +21,18 @@ from pagoda.backends.reference.model.linear import Linear, float32_linear
 from pagoda.backends.reference.model.linear import Weight as PackWeight
 from pagoda.backends.reference.model.numerics import Numerics, thread_count
 from pagoda.backends.reference.model.ops import to_numpy, to_torch
+from pagoda.backends.reference.model.params import ModelParams
 from pagoda.backends.reference.model.quantized.blocks import keeps
 from pagoda.backends.reference.model.quantized.compiled import lanes
 from pagoda.backends.reference.model.quantized.layer import computes
 from pagoda.backends.reference.weights.arrange import NamedWeights, sizes
-from pagoda.backends.reference.weights.layers import load_layer
-from pagoda.backends.reference.weights.params import LayerParams, ModelParams
+from pagoda.backends.reference.weights.layers import load_beside_layers, load_layer
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import checked, lacking, params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.quantization.on_the_fly import quantize
 from pagoda.common.weights.quantization.tensors import QuantizedTensor, Scheme, dequantized, log_dequantized
-
-_EXTRAS: Final = ("per_layer.", "alt_up.")
-_LAYER_TABLE: Final = "per_layer.table"
-
-PartT = TypeVar("PartT")
 
 
 class Packer:
@@ -85,7 +80,7 @@ class Packer:
     ) -> ModelParams:
         """`max_pending`: layers being packed at a time, so that a fast reader does not fill the memory."""
         head: Future[Linear] | None = None
-        layers: dict[str, Future[LayerParams]] = {}
+        layers: dict[str, Future[dict[str, Any]]] = {}
         dequantised: list[str] = []
         for name, value in checked(weights, self._expected):
             if isinstance(value, QuantizedTensor) and self._keeps(name, value):
@@ -120,13 +115,13 @@ class Packer:
         log_dequantized(dequantised, "reference")
         if self._expected:
             self._check_missing(old)
-        units = [f"layers.{index}" for index in range(len(self.spec.layers))]
-        kept = {} if old is None else dict(zip(units, old.layers))
-        for unit, layer in zip(units, self.spec.layers):
-            if unit not in layers and unit not in kept:  # a layer without parameters
-                layers[unit] = pool.submit(load_layer, NamedWeights({}, self.numerics), unit, layer)
-        ready = tuple(layers[unit].result() if unit in layers else kept[unit] for unit in units)
-        return self._model(ready, None if head is None else head.result(), old)
+        parts = {} if old is None else dict(old.parts)
+        for layer in layers.values():
+            parts |= layer.result()
+        if head is not None:
+            parts["head"] = head.result()
+        parts |= load_beside_layers(NamedWeights(self._tensors, self.numerics))
+        return ModelParams(parts, held_bytes(parts))
 
     def _packed_head(self, weight: PackWeight, bias: Tensor | None) -> Linear:
         if self._head_scheme is not None and isinstance(weight, Tensor):
@@ -160,37 +155,6 @@ class Packer:
         if missing:
             unit = self._unit(missing[0])
             raise WeightError(f"parameters of {unit} are packed together; send {', '.join(missing)} too")
-
-    def _model(self, layers: tuple[LayerParams, ...], head: Linear | None, old: ModelParams | None) -> ModelParams:
-        if old is None:
-            old = ModelParams(torch.empty(0), None, None, None, None, None, None, (), None, None, {}, {}, 0)
-        top = NamedWeights(self._tensors, self.numerics)
-        pooler = {name: top.take(name).float() for name in list(self._tensors) if name.startswith("pooler.")}
-        embed = top.table("embed")
-        layer_table = top.table(_LAYER_TABLE)
-        extras = {
-            name: top.take(name).to(self.numerics.compute) for name in list(self._tensors) if name.startswith(_EXTRAS)
-        }
-        model = ModelParams(
-            embed=_new(embed, old.embed),
-            layer_table=_new(layer_table, old.layer_table),
-            positions=_new(top.wide("positions"), old.positions),
-            token_types=_new(top.wide("token_types"), old.token_types),
-            embed_norm=_new(top.norm("embed_norm"), old.embed_norm),
-            embed_in=top.linear("embed_in") if "embed_in" in self._tensors else old.embed_in,
-            embed_out=top.linear("embed_out") if "embed_out" in self._tensors else old.embed_out,
-            layers=layers,
-            final_norm=_new(top.norm("final_norm"), old.final_norm),
-            head=_new(head, old.head),
-            pooler=pooler,
-            extras=old.extras | extras,
-            num_bytes=0,
-        )
-        return replace(model, num_bytes=held_bytes(model))
-
-
-def _new(part: PartT | None, old: PartT) -> PartT:
-    return old if part is None else part
 
 
 def rounded_weights(weights: Iterable[Weight], numerics: Numerics) -> Iterator[tuple[str, Tensor]]:

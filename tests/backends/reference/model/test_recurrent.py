@@ -92,7 +92,7 @@ def test_the_cache_holds_the_last_inputs_and_the_states(name: str) -> None:
 def test_any_cut_of_a_sequence_gives_the_outputs_of_tokens_one_by_one(name: str, cuts: tuple[int, ...]) -> None:
     """And the same state after it, for two sequences at a time."""
     spec = model(MIXERS[name])
-    params = Packer(spec, numerics("float32")).pack(random_weights(spec)).layers[0].mixers[0]
+    params = Packer(spec, numerics("float32")).pack(random_weights(spec)).parts["layers.0.mixers.0"]
     step = ops_of(MIXERS[name]).paged(MIXERS[name], params, (0,), MixerBuild())
     assert isinstance(step, PagedRecurrence)
     layer = step.layer
