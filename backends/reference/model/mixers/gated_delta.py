@@ -10,18 +10,15 @@ convolution, M chunks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.linear import Linear
 from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
 from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.ops import l2_norm, norm
-from pagoda.backends.reference.model.params import ConvolutionParams
 from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.common.models.mixers import GatedDelta
 
@@ -29,35 +26,30 @@ CHUNK: Final = 64
 """Tokens whose updates of the state are solved for at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class GatedDeltaParams:
-    """N value heads of V channels, C channels of the convolution. All but the linear layers and the norm in float32."""
-
-    inner: Linear  # [D] -> q, k and v [C], gate [N*V], beta [N], decay [N]
-    conv: ConvolutionParams
-    decay_rate: Tensor  # [N] -exp of the parameter
-    decay_offset: Tensor  # [N]
-    norm: Tensor  # [V]
-    out: Linear  # [N*V] -> [D]
-
-
 class DeltaLayer:
-    """One layer's projections, convolution and rule, a RecurrentLayer."""
+    """One layer's projections, convolution and rule, a RecurrentLayer.
 
-    def __init__(self, spec: GatedDelta, params: GatedDeltaParams) -> None:
+    N value heads of V channels, C channels of the convolution. All but the linear layers and the norm in float32.
+    """
+
+    def __init__(self, weights: NamedWeights, prefix: str, spec: GatedDelta) -> None:
         self.spec = spec
-        self.params = params
-        self.convolve = Convolution(params.conv)
+        # [D] -> q, k and v [C], gate [N*V], beta [N], decay [N]
+        self.inner = weights.linear(*(f"{prefix}.{part}" for part in ("q", "k", "v", "gate", "beta", "decay")))
+        self.convolve = Convolution(weights.convolution(*(f"{prefix}.{part}_conv" for part in "qkv")))
+        self.decay_rate = -weights.take(f"{prefix}.decay_rate").float().exp()  # [N] -exp of the parameter
+        self.decay_offset = weights.take(f"{prefix}.decay_offset").float()  # [N]
+        self.norm = weights.take_wide(f"{prefix}.norm")  # [V]
+        self.project_out = weights.linear(f"{prefix}.o")  # [N*V] -> [D]
         (cache,) = spec.caches()
         self.elements = cache.block_elements(1)
 
     def project(self, x: Tensor, rotations: Rotations) -> tuple[Inputs, Tensor]:
         """X [T, D] -> (q, k and v before the convolution [T, C], beta and log decay [T, N]), output gates [T, N*V]."""
         spec = self.spec
-        params = self.params
         heads = spec.value_heads
-        qkv, gate, beta, decay = params.inner(x).split([spec.channels, heads * spec.value_dim, heads, heads], -1)
-        log_decay = params.decay_rate * F.softplus(decay.float() + params.decay_offset)
+        qkv, gate, beta, decay = self.inner(x).split([spec.channels, heads * spec.value_dim, heads, heads], -1)
+        log_decay = self.decay_rate * F.softplus(decay.float() + self.decay_offset)
         return (qkv.float(), beta.float().sigmoid() * spec.beta_scale, log_decay), gate
 
     def mix(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,8 +78,8 @@ class DeltaLayer:
 
     def out(self, heads: Tensor, gate: Tensor) -> Tensor:
         """Heads float32 and gates [T, N*V] -> [T, D]."""
-        normed = norm(heads.to(gate.dtype).unflatten(-1, (self.spec.value_heads, -1)), self.spec.norm, self.params.norm)
-        return self.params.out((normed.flatten(-2) * F.silu(gate.float())).to(gate.dtype))
+        normed = norm(heads.to(gate.dtype).unflatten(-1, (self.spec.value_heads, -1)), self.spec.norm, self.norm)
+        return self.project_out((normed.flatten(-2) * F.silu(gate.float())).to(gate.dtype))
 
 
 def recurrent_rule(
@@ -149,15 +141,4 @@ def decay_between(decay: Tensor) -> Tensor:
     return sums.masked_fill(~past, float("-inf")).exp()
 
 
-def _load(weights: NamedWeights, prefix: str, mixer: GatedDelta) -> GatedDeltaParams:
-    return GatedDeltaParams(
-        inner=weights.linear(*(f"{prefix}.{part}" for part in ("q", "k", "v", "gate", "beta", "decay"))),
-        conv=weights.convolution(*(f"{prefix}.{part}_conv" for part in "qkv")),
-        decay_rate=-weights.take(f"{prefix}.decay_rate").float().exp(),
-        decay_offset=weights.take(f"{prefix}.decay_offset").float(),
-        norm=weights.take_wide(f"{prefix}.norm"),
-        out=weights.linear(f"{prefix}.o"),
-    )
-
-
-GATED_DELTA: Final = recurrent_ops(GatedDelta, _load, DeltaLayer)
+GATED_DELTA: Final = recurrent_ops(GatedDelta, DeltaLayer)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import PackedPrompts, StepBatch
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.mixers.interface import MixerBuild, MixerOps, ParamsT, SpecT
+from pagoda.backends.reference.model.mixers.interface import MixerBuild, MixerOps, SpecT
 from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.params import ConvolutionParams
 from pagoda.backends.reference.weights.arrange import NamedWeights
@@ -95,16 +95,14 @@ class PackedRecurrence:
 
 
 def recurrent_ops(
-    kind: type[SpecT],
-    load: Callable[[NamedWeights, str, SpecT], ParamsT],
-    layer: Callable[[SpecT, ParamsT], RecurrentLayer],
-) -> MixerOps[SpecT, ParamsT]:
-    """Return what the backend knows of a kind with recurrent state. `layer`: returns its projections and recurrence."""
+    kind: type[SpecT], load: Callable[[NamedWeights, str, SpecT], RecurrentLayer]
+) -> MixerOps[SpecT, RecurrentLayer]:
+    """Return what the backend knows of a kind with recurrent state. `load`: returns its projections and recurrence."""
 
-    def paged(spec: SpecT, params: ParamsT, caches: tuple[int, ...], build: MixerBuild) -> MixerStep:
-        return PagedRecurrence(layer(spec, params), *caches)
+    def paged(spec: SpecT, layer: RecurrentLayer, caches: tuple[int, ...], build: MixerBuild) -> MixerStep:
+        return PagedRecurrence(layer, *caches)
 
-    return MixerOps(kind, load, paged, packed=lambda spec, params, shared: PackedRecurrence(layer(spec, params)))
+    return MixerOps(kind, load, paged, packed=lambda spec, layer, shared: PackedRecurrence(layer))
 
 
 class Convolution:
