@@ -29,6 +29,7 @@ REASONS: Final[Mapping[str, str]] = {
     "common/weights/quantization/methods/": "a file per quant_method",
     "backends/reference/model/": "a file per mixer",
     "backends/torch_cuda/kernels/": "a folder per kernel",
+    "backends/torch_cuda/model/mixers/": "a file per kind of mixer",
     "backends/torch_cuda/parallel/ranks.py": "the registry loads it, without torch",
     "backends/jax_tpu/supported.py": "importable without jax",
     "backends/jax_tpu/model/": "a file per kind of mixer",

@@ -28,7 +28,7 @@ from pagoda.backends.reference.model.numerics import numerics, thread_count
 from pagoda.backends.reference.profiler import TorchTracer
 from pagoda.backends.reference.sampling import Sampler, token_logprobs
 from pagoda.backends.reference.threads import ComputeThreads, divide, part_of
-from pagoda.backends.reference.weights import Packer
+from pagoda.backends.reference.weights.load import Packer
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.env import TRANSFORMERS_DEVICE

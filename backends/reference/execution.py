@@ -14,20 +14,13 @@ from typing import Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import alibi, softcap, softmax
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.pooling.values import PoolPlan
 from pagoda.common.engine.steps.contract import Int32, StepPlan
-from pagoda.common.models.mixers import Attention
 from pagoda.common.models.mixers.caches import StateCache
-
-QUERIES: Final = 256
-"""Queries whose attention scores are materialised at a time."""
-
 
 _MEMBERS: Final = 4
 """Sequences that share a prefix at least; fewer do not pay for rearranging its keys."""
@@ -37,8 +30,6 @@ _SHARED: Final = 64
 
 _APART: Final = 32
 """Tokens per adapter from which on each adapter's tokens are multiplied separately."""
-
-NO_MASKS: Final[Mapping[int, Tensor]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,12 +401,14 @@ class PackedPrompts:
         """Return the most tokens of a prompt."""
         return max((group.length for group in self.groups), default=0)
 
-    def mask(self, length: int, spec: Attention) -> Tensor | None:
+    def mask(
+        self, length: int, *, causal: bool, window: int | None, chunk: int | None, chunk_lookback: int
+    ) -> Tensor | None:
         """Return which token (row) sees which (column), bool [length, length]; None: all see all."""
-        window = spec.window if spec.window is not None and spec.window < length else None
-        if window is None and not spec.causal:
+        window = window if window is not None and window < length else None
+        if window is None and not causal:
             return None
-        key = length, spec.causal, window, spec.chunk, spec.chunk_lookback
+        key = length, causal, window, chunk, chunk_lookback
         if key not in self.masks:
             self.masks[key] = _mask_packed(*key, self.positions.device)
         return self.masks[key]
@@ -443,65 +436,6 @@ def make_packed(plan: PoolPlan, device: torch.device | None = None) -> PackedPro
         groups=tuple(same_length(length) for length in np.unique(lengths).tolist()),
         query_start=to_device(plan.query_start).int(),
     )
-
-
-def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    batch: PackedPrompts,
-    spec: Attention,
-    masks: Mapping[int, Tensor] = NO_MASKS,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Softmax attention within each prompt: queries [T, N, H], keys [T, K, H], values [T, K, V] -> [T, N*V].
-
-    `masks`: by length, bool [n, 1, length, length] in place of what the spec lets a token see. `sinks` [N].
-    """
-    out = queries.new_empty(*queries.shape[:2], values.shape[-1])
-    repeats = spec.heads // spec.kv_heads
-    for group in batch.groups:
-        q = group.take(queries)
-        k = group.take(keys)
-        v = group.take(values)
-        if repeats > 1:
-            k = k.repeat_interleave(repeats, 1)
-            v = v.repeat_interleave(repeats, 1)
-        if (mask := masks.get(group.length)) is None:
-            mixed = _attend(q, k, v, batch, spec, sinks).transpose(1, 2)
-        else:
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale).transpose(1, 2)
-        out[group.rows] = mixed[0] if isinstance(group.rows, slice) else mixed
-    return out.flatten(1)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, batch: PackedPrompts, spec: Attention, sinks: Tensor | None) -> Tensor:
-    """Softmax attention of q, k, v [n, N, length, H]."""
-    length = q.shape[2]
-    mask = batch.mask(length, spec)
-    if spec.alibi_slopes is not None:
-        bias = alibi(spec, length, length, q)
-        bias = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=spec.scale)
-    if spec.softcap is None and sinks is None:
-        whole = mask is not None and spec.causal and (spec.window or spec.seen_chunks or length) >= length
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=None if whole else mask, is_causal=whole, scale=spec.scale
-        )
-    rows = [
-        _explicit(q[:, :, at : at + QUERIES], k, v, None if mask is None else mask[at : at + QUERIES], spec, sinks)
-        for at in range(0, length, QUERIES)
-    ]
-    return torch.cat(rows, 2)
-
-
-def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Attention, sinks: Tensor | None) -> Tensor:
-    """Attention with a softcap or sinks, which torch's attention lacks."""
-    scores = (q @ k.transpose(-1, -2)) * spec.scale
-    scores = scores if spec.softcap is None else softcap(scores, spec.softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return softmax(scores, None if sinks is None else sinks[:, None]).to(v.dtype) @ v
 
 
 def _mask_packed(

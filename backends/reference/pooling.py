@@ -5,37 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagoda.backends.reference.backend import CAPABILITIES, prepare_thread
-from pagoda.backends.reference.execution import PackedPrompts, attend, make_packed
-from pagoda.backends.reference.model.decoder import MixerStep, TokenEmbedding, make_layers, make_norm, make_recurrence
-from pagoda.backends.reference.model.mixers.attention import Projection, RotaryTables, Rotations
-from pagoda.backends.reference.model.mixers.block_sparse import PackedBlockAttention
-from pagoda.backends.reference.model.mixers.latent_attention import PackedLatentAttention
-from pagoda.backends.reference.model.mixers.recurrence import PackedRecurrence
+from pagoda.backends.reference.execution import PackedPrompts, make_packed
+from pagoda.backends.reference.model.feed_forward import packed_makers
+from pagoda.backends.reference.model.mixers.attention.packed import SharedCaches
+from pagoda.backends.reference.model.mixers.rotary import RotaryTables
+from pagoda.backends.reference.model.named_ops import ReferenceOps, named_parts
 from pagoda.backends.reference.model.numerics import Numerics, numerics
-from pagoda.backends.reference.model.ops import query_growth
+from pagoda.backends.reference.model.params import ModelParams
 from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
-from pagoda.backends.reference.model.streams import make_streams
 from pagoda.backends.reference.profiler import TorchTracer
-from pagoda.backends.reference.weights import (
-    AttentionParams,
-    LatentAttentionParams,
-    MixerParams,
-    ModelParams,
-    Packer,
-    rounded_weights,
-)
+from pagoda.backends.reference.weights.load import Packer, rounded_weights
+from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.nested.profiler import ProfilerConfig
 from pagoda.common.engine.pooling.values import PoolingRules, PoolPlan, PoolResult
-from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 
@@ -84,7 +74,9 @@ class ReferencePooling:
         params = Packer(self.spec, self.numerics).pack(weights)
         self.num_bytes = params.num_bytes
         encoder = Encoder(self.spec, params, self.numerics, max_len)
-        pooler = ReferencePooler(self.spec.pooler, params.pooler)
+        pooler = ReferencePooler(
+            self.spec.pooler, {name: part for name, part in params.parts.items() if name.startswith("pooler.")}
+        )
         self._pool = lambda prompts, bounds, rules: pooler(encoder.hidden(prompts), bounds, rules)
 
     def warmup(self) -> None:
@@ -112,13 +104,12 @@ class Encoder:
     """Maps a batch of prompts to hidden states."""
 
     def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics, max_len: int) -> None:
-        self.params = params
-        self.embed = TokenEmbedding(spec, params, numerics)
+        self.embed_out = params.parts.get("embed_out")
         readers = Counter(number for layer in spec.cache_numbers for mixer in layer for number in mixer)
         shared = frozenset(number for number, count in readers.items() if count > 1)
-        self.layers = make_layers(spec, params, partial(make_mixer, shared=shared))
-        self.streams = make_streams(spec, params)
-        self.final_norm = make_norm(spec.final_norm, params.final_norm)
+        ops = ReferenceOps(named_parts(spec, params), numerics)
+        self.embed = TokenEmbedding(spec.embedding, ops)
+        self.stack = DecoderStack(spec, ops, packed_makers(ops, shared))
         self.rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
 
     def hidden(self, batch: PackedPrompts) -> Tensor:
@@ -126,56 +117,5 @@ class Encoder:
         x = self.embed(batch.token_ids, batch.positions, batch.token_types)
         rotations = self.rotary.at(batch.positions)
         shared: SharedCaches = {}
-        if self.streams is not None:
-            x = self.streams.run(batch.token_ids, x, lambda index, x: self.layers[index](x, batch, rotations, shared))
-        else:
-            for layer in self.layers:
-                x = layer(x, batch, rotations, shared)
-        x = self.final_norm(x)
-        return x if self.params.embed_out is None else self.params.embed_out(x)
-
-
-SharedCaches = dict[int, tuple[Tensor, Tensor]]
-"""K and V [T, K, H] of one step that later layers read, by the number of the cache (see ModelSpec.cache_numbers)."""
-
-
-def make_mixer(spec: Mixer, params: MixerParams, caches: tuple[int, ...], shared: frozenset[int]) -> MixerStep:
-    """Return the mixer within each prompt. `caches`: those that it reads; `shared`: those that several mixers read."""
-    match spec:
-        case Attention():
-            assert isinstance(params, AttentionParams)
-            if spec.blocks is not None:
-                return PackedBlockAttention(spec, params)
-            (number,) = caches
-            return PackedAttention(spec, params, number if number in shared else None)
-        case LatentAttention():
-            assert isinstance(params, LatentAttentionParams)
-            return PackedLatentAttention(spec, params)
-        case _:
-            return PackedRecurrence(make_recurrence(spec, params))
-
-
-class PackedAttention:
-    """One layer's attention within each prompt."""
-
-    def __init__(self, spec: Attention, params: AttentionParams, shared: int | None) -> None:
-        """`shared`: the number of its cache if several layers read it."""
-        self.spec = spec
-        self.project = Projection(spec, params)
-        self.shared = shared
-
-    def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations, shared: SharedCaches) -> Tensor:
-        """X [T, D] -> [T, D]."""
-        rotation = rotations[self.spec.rope]
-        if self.spec.shares_cache_of is not None:
-            assert self.shared is not None, "two layers read the cache"
-            queries = self.project.queries(x, rotation)
-            keys, values = shared[self.shared]
-        else:
-            queries, keys, values = self.project(x, rotation)
-            if self.shared is not None:
-                shared[self.shared] = keys, values
-        if self.spec.query_growth is not None:
-            queries = queries * query_growth(self.spec.query_growth, batch.positions).to(queries.dtype)
-        sinks = self.project.params.sinks
-        return self.project.out(attend(queries, keys, values, batch, self.spec, sinks=sinks), x)
+        x = self.stack(batch.token_ids, x, batch, rotations, shared)
+        return x if self.embed_out is None else self.embed_out(x)

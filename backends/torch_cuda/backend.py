@@ -34,9 +34,8 @@ from pagoda.backends.torch_cuda.execution.warmup import CompileCounter, WarmupPl
 from pagoda.backends.torch_cuda.loaded_model import (
     LoadedModel,
     RankConfig,
-    attentions,
+    all_mixers,
     calibrate_kv_scales,
-    latent_attentions,
     load_drafter,
     load_model,
 )
@@ -51,6 +50,8 @@ from pagoda.backends.torch_cuda.memory.cache import (
 from pagoda.backends.torch_cuda.memory.plan import GIB, MemoryUsage, allocation_error, cpu_usage, measure, plan_blocks
 from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
+from pagoda.backends.torch_cuda.model.mixers.attention import attentions
+from pagoda.backends.torch_cuda.model.mixers.latent_attention import latent_attentions
 from pagoda.backends.torch_cuda.model.parameters import Empty
 from pagoda.backends.torch_cuda.parallel import ranks
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard, comm_of
@@ -135,7 +136,7 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
     _check_lora(options)
     dtype = DTYPES[options.dtype]
     kv_dtype = cache_dtype(options.cache, dtype)
-    if latent_attentions(spec, options.drafter):
+    if latent_attentions(all_mixers(spec, options.drafter)):
         _check_latent(options, dtype, kv_dtype)
     if kv_dtype != dtype and any(isinstance(group.spec, IndexCache) for group in layout.groups):
         raise ConfigError("--kv-cache-dtype", "the keys of an indexer have no 8-bit cache in torch_cuda; use auto")
@@ -147,8 +148,8 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
     if isinstance(drafter, LanguageDrafter | FeatureDrafter):
         SUPPORTED.check(drafter.model)
     needs = AttentionRequirements(
-        attentions(spec, drafter),
-        latent_attentions(spec, drafter),
+        attentions(all_mixers(spec, drafter)),
+        latent_attentions(all_mixers(spec, drafter)),
         dtype,
         kv_dtype,
         layout.block_size,

@@ -29,6 +29,9 @@ from pagoda.backends.torch_cuda.memory.plan import check_weights
 from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.drafters import CudaDraftDecoder, DrafterBuild
+from pagoda.backends.torch_cuda.model.mixers.attention import attentions
+from pagoda.backends.torch_cuda.model.mixers.latent_attention import latent_attentions
+from pagoda.backends.torch_cuda.model.mixers.registry import ops_of
 from pagoda.backends.torch_cuda.model.parameters import Empty, Pack
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import Comm, RankShard
 from pagoda.backends.torch_cuda.sampling import CudaSampler
@@ -40,7 +43,7 @@ from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.sampling.rules import SamplerOptions
 from pagoda.common.engine.steps.shapes import GraphSizes
 from pagoda.common.models.drafters import DrafterSpec, mixers_of
-from pagoda.common.models.mixers import Attention, LatentAttention
+from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.lora.weights import LoraOptions
@@ -60,16 +63,9 @@ DEFAULT_TILE: Final = 64
 """Query tokens per tile of a model without softmax attention over K and V."""
 
 
-def attentions(spec: AnySpec, drafter: DrafterSpec | None = None) -> tuple[Attention, ...]:
-    """Return the distinct attention mixers of a model and its drafter that keep or read K and V."""
-    mixers = (*spec.mixers, *mixers_of(drafter))
-    return tuple(dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, Attention)))
-
-
-def latent_attentions(spec: AnySpec, drafter: DrafterSpec | None = None) -> tuple[LatentAttention, ...]:
-    """Return the distinct latent attention mixers of a model and its drafter."""
-    mixers = (*spec.mixers, *mixers_of(drafter))
-    return tuple(dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, LatentAttention)))
+def all_mixers(spec: AnySpec, drafter: DrafterSpec | None = None) -> tuple[Mixer, ...]:
+    """Return the mixers of a model and its drafter."""
+    return (*spec.mixers, *mixers_of(drafter))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +100,7 @@ class RankConfig:
         """
         spec = self.spec
         limits = self.limits
-        plain = all(isinstance(mixer, Attention) and mixer.blocks is None for mixer in spec.mixers)
+        plain = all(ops_of(mixer).fixed_shapes(mixer) for mixer in spec.mixers)
         drafts = limits.max_drafts > 0
         offloads = self.cache.cpu_offload_gb > 0
         own_kernels = isinstance(self.attention.prefill, TritonAttn) and self.attention.planned is None
@@ -113,6 +109,11 @@ class RankConfig:
         if drafts or offloads or self.batch_invariant:
             return None
         return MixedShapes(mixed_sizes(limits.max_num_batched_tokens), self.query_tile, limits.max_num_seqs)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixers of the model and its drafter."""
+        return all_mixers(self.spec, self.drafter)
 
     @property
     def shard(self) -> RankShard:
@@ -131,8 +132,8 @@ class RankConfig:
         """
         chip = self.device.chip
         share = self.shard.share
-        kv_heads = [share(mixer.kv_heads) for mixer in attentions(self.spec, self.drafter)]
-        heads = [share(mixer.heads) for mixer in latent_attentions(self.spec, self.drafter)]
+        kv_heads = [share(mixer.kv_heads) for mixer in attentions(self.mixers)]
+        heads = [share(mixer.heads) for mixer in latent_attentions(self.mixers)]
         if self.batch_invariant or not (kv_heads or heads):
             return {}
 
@@ -146,18 +147,16 @@ class RankConfig:
     def query_tile(self) -> int:
         """Query tokens per tile of prefill attention: the smallest tile over all layers."""
         chip = self.device.chip
-        mixers = attentions(self.spec, self.drafter)
+        mixers = attentions(self.mixers)
         tile_of = invariant_tile if self.batch_invariant else query_tile
         tiles = [tile_of(m.heads // m.kv_heads, m.head_dim, self.dtype, chip) for m in mixers]
-        tiles += [
-            latent_tile(m.nope_dim, m.value_dim, self.dtype, chip) for m in latent_attentions(self.spec, self.drafter)
-        ]
+        tiles += [latent_tile(m.nope_dim, m.value_dim, self.dtype, chip) for m in latent_attentions(self.mixers)]
         return min(tiles, default=DEFAULT_TILE)
 
     @property
     def round_tokens(self) -> int:
         """Tokens of a round of latent prefill, 0 without latent attention; at least those of the largest step fit."""
-        mixers = latent_attentions(self.spec, self.drafter)
+        mixers = latent_attentions(self.mixers)
         limits = self.limits
         sizes = [self.shard.share(mixer.heads) * (mixer.nope_dim + mixer.value_dim) for mixer in mixers]
         return round_capacity(max(sizes) * self.dtype.itemsize, limits.max_num_batched_tokens) if sizes else 0
@@ -309,7 +308,7 @@ def calibrate_kv_scales(
         return torch.zeros(shape, dtype=dtype, device=device)
 
     num_blocks = (1 + groups * pages,) * len(layout.pools)
-    plain = allocate(layout, num_blocks, decoder.embed.table.dtype, build.shard, zeros)
+    plain = allocate(layout, num_blocks, decoder.build.table_dtype, build.shard, zeros)
     ids = np.random.default_rng(0).integers(decoder.spec.vocab, size=tokens, dtype=np.int32)
     decoder.hidden(_one_sequence(ids, blocks, layout.block_size, tile, device), plain)
     for number, cache in caches.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,24 +11,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import make_packed
+from pagoda.backends.reference.execution import PackedPrompts, make_packed
 from pagoda.backends.reference.model.ops import to_torch
 from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
 from pagoda.backends.reference.profiler import TorchTracer
+from pagoda.backends.torch_cuda.attention_backends.triton import own_kernels
 from pagoda.backends.torch_cuda.backend import CAPABILITIES, DTYPES
 from pagoda.backends.torch_cuda.device import Device, find_device
 from pagoda.backends.torch_cuda.execution.stream import DeviceStream, DeviceToHost, make_stream
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter
 from pagoda.backends.torch_cuda.memory.plan import GIB
-from pagoda.backends.torch_cuda.model.encoder import CudaEncoder
-from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
+from pagoda.backends.torch_cuda.model.feed_forward import block_makers
+from pagoda.backends.torch_cuda.model.mixers.attention.packed import SharedKeysValues
+from pagoda.backends.torch_cuda.model.mixers.registry import ops_of
+from pagoda.backends.torch_cuda.model.parameters import RankParams
+from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, rotary_tables
+from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard
 from pagoda.backends.torch_cuda.supported import SUPPORTED
 from pagoda.backends.torch_cuda.weights.load import Loader
+from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
+from pagoda.backends.torch_decoder.ops import MixerStep
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.nested.profiler import ProfilerConfig
 from pagoda.common.engine.pooling.values import PoolingRules, PoolPlan, PoolResult
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.quantization.tensors import dequantized
@@ -159,6 +168,32 @@ class TorchCudaPooling:
         self._pool = None
         self._stream.close()
         self._compiles.unwatch()
+
+
+class CudaEncoder:
+    """A batch of whole prompts in, hidden states out, in one pass and without synchronizing with the host."""
+
+    def __init__(self, spec: ModelSpec, params: RankParams, device: Device, max_len: int) -> None:
+        params = params.with_shared_blocks(spec.shared_blocks)
+        build = CudaBuildContext(params, device, SINGLE_RANK, own_kernels(device), spec.width)
+        tables = rotary_tables(spec.ropes, max_len, device.torch)
+        readers = Counter(numbers for layer in spec.cache_numbers for numbers in layer)
+        shared = frozenset(number for numbers, count in readers.items() for number in numbers if count > 1)
+        self.embed = TokenEmbedding(spec.embedding, build)
+
+        def make(mixer: Mixer, prefix: str, numbers: tuple[int, ...]) -> MixerStep:
+            number = numbers[0] if numbers and numbers[0] in shared else None
+            return ops_of(mixer).packed(mixer, tables, build, prefix, number)
+
+        self.stack = DecoderStack(spec, build, block_makers(build, make))
+        self.embed_out = build.linear("embed_out") if params.get("embed_out") is not None else None
+
+    def hidden(self, batch: PackedPrompts) -> Tensor:
+        """Return hidden states [T, D] after the last norm."""
+        x = self.embed(batch.token_ids, batch.positions, batch.token_types)
+        kept: SharedKeysValues = {}
+        hidden = self.stack(batch.token_ids, x, batch, kept)
+        return hidden if self.embed_out is None else self.embed_out(hidden)
 
 
 def _plan(length: int, count: int) -> PoolPlan:

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
-from pagoda.common.models.mixers import (
-    Attention,
-    GatedDelta,
-    KimiDelta,
-    LatentAttention,
-    LightningAttention,
-    Mamba,
-    Mamba2,
-    ShortConvolution,
-)
+from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.supported import Supported
 from pagoda.common.weights.gguf.groups import group_format
 from pagoda.common.weights.quantization.support import SchemeSupport
@@ -29,10 +20,7 @@ from pagoda.common.weights.quantization.tensors import (
     Scheme,
 )
 
-SUPPORTED: Final = Supported(
-    "torch_cuda",
-    mixers=(Attention, LatentAttention, GatedDelta, KimiDelta, LightningAttention, Mamba, Mamba2, ShortConvolution),
-)
+SUPPORTED: Final = Supported("torch_cuda", mixers=get_args(Mixer))
 
 _DEQUANTISES: Final = SchemeSupport("dequantises", "the model's type")
 

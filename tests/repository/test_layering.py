@@ -21,15 +21,18 @@ OURS: dict[str, tuple[str, ...]] = {
     "backends.modules": ("pagoda.common",),
     "backends.fallback": ("pagoda.common", "pagoda.backends.fallback"),
     "backends.cpu_kernels": ("pagoda.common", "pagoda.backends.cpu_kernels"),
+    "backends.torch_decoder": ("pagoda.common", "pagoda.backends.torch_decoder"),
     "backends.reference": (
         "pagoda.common",
         "pagoda.backends.reference",
+        "pagoda.backends.torch_decoder",
         "pagoda.backends.cpu_kernels",
         "pagoda.backends.fallback",
     ),
     "backends.torch_cuda": (
         "pagoda.common",
         "pagoda.backends.torch_cuda",
+        "pagoda.backends.torch_decoder",
         "pagoda.backends.reference",
         "pagoda.backends.fallback",
     ),

@@ -7,8 +7,7 @@ returns the logits after the last token of each sequence; `next` runs on one tok
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,20 +15,27 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import StepBatch
 from pagoda.backends.reference.memory import LayerCache, held_bytes
-from pagoda.backends.reference.model.decoder import Decoder, TokenEmbedding, make_layers, make_mixer, make_norm
+from pagoda.backends.reference.model.decoder import Decoder
+from pagoda.backends.reference.model.feed_forward import paged_makers
 from pagoda.backends.reference.model.linear import float32_linear
-from pagoda.backends.reference.model.mixers.attention import RotaryTables
+from pagoda.backends.reference.model.mixers.attention.projection import load_attention
+from pagoda.backends.reference.model.mixers.rotary import RotaryTables
+from pagoda.backends.reference.model.named_ops import ReferenceOps, named_parts
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.ops import to_torch
+from pagoda.backends.reference.model.params import ModelParams
 from pagoda.backends.reference.programs.operators import operators
-from pagoda.backends.reference.weights import LayerParts, ModelParams, Packer
+from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.backends.reference.weights.layers import load_layer
+from pagoda.backends.reference.weights.load import Packer
+from pagoda.backends.torch_decoder.drafters import FeatureLayers, HeadsGuesser, StagesGuesser
+from pagoda.backends.torch_decoder.ops import Linear
 from pagoda.common.backend import Weight
 from pagoda.common.models.drafters import (
     AttendedInputs,
     DrafterSpec,
     FeatureDrafter,
     HeadsDrafter,
-    JoinedInputs,
     LanguageDrafter,
     StagesDrafter,
     drafter_params,
@@ -114,24 +120,20 @@ def _feature_params(
     named = _named(spec, weights, numerics)
     beside = {name: named.pop(name) for name in list(named) if name.startswith(("inputs.", "target_ids"))}
     head = named.pop("head", None)
-    layers = LayerParts({**named}, numerics)
-    own = [
-        _layer_parts(named, index, numerics).layer(f"layers.{index}", layer)
-        for index, layer in enumerate(spec.model.layers)
-    ]
-    base = target.params
+    own = NamedWeights({**named}, numerics)
+    parts = {name: part for name, part in target.params.parts.items() if not name.startswith("layers.")}
     if spec.own_embedding:
-        embed = layers.table("embed")
-        assert embed is not None
-        base = replace(base, embed=embed, embed_in=None, embed_out=None)
-    packed = base.head if head is None else float32_linear(head, None, numerics)
-    final_norm = layers.norm("final_norm")
-    return replace(base, layers=tuple(own), final_norm=final_norm, head=packed), beside
-
-
-def _layer_parts(named: dict[str, Tensor], index: int, numerics: Numerics) -> LayerParts:
-    prefix = f"layers.{index}."
-    return LayerParts({name: named.pop(name) for name in list(named) if name.startswith(prefix)}, numerics)
+        parts = {name: part for name, part in parts.items() if name not in ("embed_in", "embed_out")}
+        parts["embed"] = own.table("embed")
+    if head is not None:
+        parts["head"] = float32_linear(head, None, numerics)
+    parts["final_norm"] = own.norm("final_norm")
+    layers: dict[str, object] = {}
+    for index, layer in enumerate(spec.model.layers):
+        prefix = f"layers.{index}"
+        tensors = {name: tensor for name, tensor in named.items() if name.startswith(f"{prefix}.")}
+        layers |= load_layer(NamedWeights({**tensors}, numerics), prefix, layer)
+    return ModelParams(parts | layers, held_bytes(layers)), beside
 
 
 class LanguageDecoder:
@@ -168,78 +170,36 @@ class FeatureDecoder:
     ) -> None:
         """`beside`: the parameters outside of the layers. `target`: whose embedding and head are shared."""
         model = spec.model
-        self.spec = spec
-        self.numerics = numerics
-        self.embed = TokenEmbedding(model, params, numerics)
-        native = operators(numerics)
-        make = partial(make_mixer, batch_invariant=numerics.batch_invariant, native=native)
-        offset = len(spec.caches) - len(model.caches)
-        self.layers = make_layers(
-            model,
-            params,
-            lambda mixer, own, caches: make(mixer, own, tuple(offset + number for number in caches)),
-            numerics.batch_invariant,
-            native,
-        )
-        self.final_norm = make_norm(model.final_norm, params.final_norm, native)
+        target_ids = beside.pop("target_ids", None)
+        given = NamedWeights({name.removeprefix("inputs."): value for name, value in beside.items()}, numerics)
+        attention = spec.inputs.attention if isinstance(spec.inputs, AttendedInputs) else None
+        parts = named_parts(model, params) | {
+            "inputs.embed_norm": given.norm("embed_norm"),
+            "inputs.hidden_norm": given.norm("hidden_norm"),
+            "inputs.project": given.linear("project"),
+            "inputs.attention": None if attention is None else load_attention(given, "attention", attention),
+        }
+        ops = ReferenceOps(parts, numerics, operators(numerics))
+        self.layers = FeatureLayers(spec, ops, paged_makers(ops), parts["head"], parts.get("embed_out"), target_ids)
         self.rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
-        ids = beside.pop("target_ids", None)
-        self.target_ids = None if ids is None else torch.arange(len(ids)) + ids.long()
-        parts = LayerParts({name.removeprefix("inputs."): value for name, value in beside.items()}, numerics)
-        self.embed_norm = make_norm(spec.inputs.embed_norm, parts.norm("embed_norm"), native)
-        self.hidden_norm = make_norm(spec.inputs.hidden_norm, parts.norm("hidden_norm"), native)
-        self.project = parts.linear("project")
-        self.attend = None
-        if isinstance(spec.inputs, AttendedInputs):
-            attention = spec.inputs.attention
-            self.attend = make(attention, parts.attention("attention", attention), (0,))
-        assert params.head is not None, "the target generates"
-        self.head = params.head
-        self.embed_out = params.embed_out
-        self.num_bytes = held_bytes((params.layers, beside))
+        self.num_bytes = params.num_bytes + held_bytes(beside)
 
     def records(self, num_tokens: int) -> bool:
         return False
 
     def first(self, step: DraftInput) -> Guessed:
         assert step.features is not None, "it reads the target's hidden states"
-        features = self.project(step.features) if self.attend is not None else step.features
-        return self._run(step, features)
+        return self._run(step, self.layers.read(step.features))
 
     def next(self, step: DraftInput, number: int) -> Guessed:
         assert step.features is not None, "the pass before returned some"
         return self._run(step, step.features)
 
     def _run(self, step: DraftInput, features: Tensor) -> Guessed:
-        batch = step.batch
-        caches = step.caches
-        rotations = self.rotary.at(batch.positions)
-        x = self._input(step, features, rotations)
-        for layer in self.layers:
-            x = layer(x, batch, caches, rotations)
-        if not len(step.last):
-            return Guessed(step.last, None)
-        x = x[step.last]
-        normed = self.final_norm(x)
-        token_ids = self.head(normed if self.embed_out is None else self.embed_out(normed)).argmax(-1)
-        if self.target_ids is not None:
-            token_ids = self.target_ids[token_ids]
-        return Guessed(token_ids, normed if self.spec.chains_normed else x)
-
-    def _input(self, step: DraftInput, features: Tensor, rotations: object) -> Tensor:
-        """Return what the first layer reads, [T, D]."""
-        inputs = self.spec.inputs
         positions = step.batch.positions
-        embeds = self.embed(step.token_ids, positions + 1)
-        if isinstance(inputs, JoinedInputs):
-            if inputs.blank_first:
-                embeds = embeds * (positions > 0)[:, None]
-            parts = [self.embed_norm(embeds), self.hidden_norm(features)]
-            return self.project(torch.cat(parts[::-1] if inputs.hidden_first else parts, -1))
-        normed = self.hidden_norm(features)
-        assert self.attend is not None
-        both = torch.cat([self.embed_norm(embeds), normed], -1)
-        return (normed if inputs.norms_residual else features) + self.attend(both, step.batch, step.caches, rotations)
+        rotations = self.rotary.at(positions)
+        x = self.layers.run(step.token_ids, positions, features, step.batch, step.caches, rotations)
+        return Guessed(*self.layers.guess(x[step.last])) if len(step.last) else Guessed(step.last, None)
 
 
 class HeadsDecoder:
@@ -247,14 +207,8 @@ class HeadsDecoder:
 
     def __init__(self, spec: HeadsDrafter, named: dict[str, Tensor], numerics: Numerics) -> None:
         self.num_bytes = held_bytes(named)
-        parts = LayerParts({**named}, numerics)
-        self.heads = [
-            (
-                [parts.linear(f"heads.{head}.blocks.{block}") for block in range(spec.blocks)],
-                float32_linear(parts.take(f"heads.{head}.head"), None, numerics),
-            )
-            for head in range(spec.heads)
-        ]
+        weights = NamedWeights({**named}, numerics)
+        self.heads = HeadsGuesser(spec, weights.linear, lambda name: float32_linear(weights.take(name), None, numerics))
 
     def records(self, num_tokens: int) -> bool:
         return False
@@ -262,60 +216,36 @@ class HeadsDecoder:
     def first(self, step: DraftInput) -> Guessed:
         assert step.features is not None
         hidden = step.features[step.last]
-        return Guessed(self._guess(hidden, 0), hidden)
+        return Guessed(self.heads.guess(0, hidden), hidden)
 
     def next(self, step: DraftInput, number: int) -> Guessed:
         assert step.features is not None
-        return Guessed(self._guess(step.features, number), step.features)
-
-    def _guess(self, hidden: Tensor, number: int) -> Tensor:
-        blocks, head = self.heads[number]
-        for block in blocks:
-            hidden = hidden + torch.nn.functional.silu(block(hidden))
-        return head(hidden).argmax(-1)
+        return Guessed(self.heads.guess(number, step.features), step.features)
 
 
 class StagesDecoder:
     """A stage per guess over a state and the token before."""
 
     def __init__(self, spec: StagesDrafter, named: dict[str, Tensor], numerics: Numerics) -> None:
-        self.spec = spec
         self.num_bytes = held_bytes(named)
-        parts = LayerParts({**named}, numerics)
-        sources = range(1 if spec.tied else spec.stages)
-        norms = [parts.norm(f"stages.{stage}.norm") for stage in sources]
-        heads = [float32_linear(parts.take(f"stages.{stage}.head"), None, numerics) for stage in sources]
-        tables = [parts.take(f"stages.{stage}.embed") for stage in sources]
-        projections = [parts.linear(f"stages.{stage}.project") for stage in range(2 if spec.tied else spec.stages)]
-        self.stages = [
-            (projections[min(stage, len(projections) - 1)], norms[own], heads[own], tables[own])
-            for stage in range(spec.stages)
-            for own in (0 if spec.tied else stage,)
-        ]
+        weights = NamedWeights({**named}, numerics)
+
+        def head(name: str) -> Linear:
+            return float32_linear(weights.take(name), None, numerics)
+
+        def tensor(name: str) -> Tensor:
+            return weights.take(name) if name.endswith(".embed") else weights.take_wide(name)
+
+        self.stages = StagesGuesser.of(spec, weights.linear, head, tensor)
 
     def records(self, num_tokens: int) -> bool:
         return False
 
     def first(self, step: DraftInput) -> Guessed:
         assert step.features is not None
-        state = step.features[step.last]
-        if self.spec.scales_input:
-            state = self._scaled(state) * 0.5**0.5
-        return self._stage(0, state, step.token_ids[step.last])
+        state = self.stages.first_state(step.features[step.last])
+        return Guessed(*self.stages.guess(0, state, step.token_ids[step.last]))
 
     def next(self, step: DraftInput, number: int) -> Guessed:
         assert step.features is not None
-        return self._stage(number, step.features, step.token_ids)
-
-    def _stage(self, number: int, state: Tensor, token_ids: Tensor) -> Guessed:
-        project, norm, head, table = self.stages[number]
-        assert norm is not None
-        assert norm.bias is not None
-        embeds = torch.nn.functional.embedding(token_ids, table).to(state.dtype)
-        state = self._scaled(project(state) + self.spec.embedding_weight * embeds) * norm.weight + norm.bias
-        state = torch.nn.functional.gelu(state)
-        return Guessed(head(state).argmax(-1), state)
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        """Return x divided by its root mean square."""
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.eps)
+        return Guessed(*self.stages.guess(number, step.features, step.token_ids))

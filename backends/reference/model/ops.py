@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.common.models.mixers import Attention, BlockIndexer, QueryGrowth
+from pagoda.common.models.mixers import BlockIndexer, QueryGrowth
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import ClampedGlu, ExpertGroups, Mlp, PoolerActivation, Router, SparseMixer, Xielu
 from pagoda.common.weights import dtypes
@@ -149,18 +149,18 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     return torch.tanh(x / cap) * cap
 
 
-def alibi(spec: Attention, queries: int, keys: int, like: Tensor) -> Tensor:
+def alibi(head_slopes: Sequence[float], *, queries: int, keys: int, like: Tensor, causal: bool, root: bool) -> Tensor:
     """Return what ALiBi adds to the scores of the last `queries` of `keys` tokens: [n, queries or 1, keys].
 
-    For earlier keys, without roots, it is the same for all queries, but for a constant per query.
+    `root`: it grows with the root of the distance. For earlier keys, without roots, it is the same for all queries, but
+    for a constant per query.
     """
-    assert spec.alibi_slopes is not None, "the mixer has ALiBi"
-    slopes = torch.tensor(spec.alibi_slopes, device=like.device)[:, None, None]
+    slopes = torch.tensor(head_slopes, device=like.device)[:, None, None]
     tokens = torch.arange(keys, dtype=torch.float32, device=like.device)
-    if spec.causal and not spec.alibi_root:
+    if causal and not root:
         return (slopes * (tokens + (1 - keys))).to(like.dtype)
     distances = tokens[keys - queries :, None] - tokens
-    if not spec.causal:
+    if not causal:
         return (-slopes * distances.abs()).to(like.dtype)
     return (-slopes * distances.clamp(min=0).sqrt()).to(like.dtype)
 

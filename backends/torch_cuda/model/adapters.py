@@ -30,9 +30,10 @@ from pagoda.backends.torch_cuda.kernels.linear.lora import (
     shrunk,
     sort_by_slot,
 )
-from pagoda.backends.torch_cuda.model.parameters import Empty, Linear
+from pagoda.backends.torch_cuda.model.parameters import Empty
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, Comm
-from pagoda.backends.torch_cuda.weights.load import RankLayout, TensorSlice
+from pagoda.backends.torch_cuda.weights.arrange import RankLayout, TensorSlice
+from pagoda.backends.torch_decoder.ops import Linear
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, adaptable

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,19 +20,20 @@ from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKern
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.memory.cache import CudaCache
-from pagoda.backends.torch_cuda.model.decoder import CudaDecoder, make_layers, make_mixer
-from pagoda.backends.torch_cuda.model.mixers.attention import CudaAttention
-from pagoda.backends.torch_cuda.model.parameters import Empty, Linear, RankParams
-from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, CudaTokenEmbedding, linear, rotary_tables
+from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
+from pagoda.backends.torch_cuda.model.feed_forward import paged_makers
+from pagoda.backends.torch_cuda.model.parameters import Empty, RankParams
+from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, linear, rotary_tables
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard
 from pagoda.backends.torch_cuda.weights.load import Loader
+from pagoda.backends.torch_decoder.drafters import FeatureLayers, HeadsGuesser, StagesGuesser
+from pagoda.backends.torch_decoder.ops import Linear
 from pagoda.common.backend import Weight
 from pagoda.common.models.drafters import (
     AttendedInputs,
     DrafterSpec,
     FeatureDrafter,
     HeadsDrafter,
-    JoinedInputs,
     LanguageDrafter,
     StagesDrafter,
     drafter_params,
@@ -135,7 +137,6 @@ class CudaFeatureDrafter:
         )
         loader.fill(weights)
         own = loader.params.by_name
-        self.spec = spec
         self.num_bytes = loader.params.num_bytes
         shared = (
             {}
@@ -146,28 +147,15 @@ class CudaFeatureDrafter:
             RankParams({**shared, **own}), build.device, SINGLE_RANK, build.attention, model.width, target.build.span
         )
         tables = rotary_tables(spec.ropes, build.max_len, build.device.torch)
-        offset = len(spec.caches) - len(model.caches)
-        self.embed = CudaTokenEmbedding(model.embedding, context)
-        self.layers = make_layers(
-            model,
-            context,
-            lambda mixer, prefix, numbers: make_mixer(
-                mixer, tables, context, prefix, tuple(offset + number for number in numbers)
-            ),
-        )
-        self.attend = None
-        if attention is not None:
-            self.attend = CudaAttention(attention, tables[attention.rope], context, "inputs.attention", 0)
-        self.embed_norm = context.norm(inputs.embed_norm, "inputs.embed_norm")
-        self.hidden_norm = context.norm(inputs.hidden_norm, "inputs.hidden_norm")
-        self.project = context.linear("inputs.project")
-        self.final_norm = context.norm(model.final_norm, "final_norm")
-        self.head = self._head(spec, own, build)
-        self.embed_out = target.embed_out
         ids = own.get("target_ids")
-        self.target_ids = None
-        if isinstance(ids, Tensor):
-            self.target_ids = torch.arange(len(ids), device=ids.device) + ids.long()
+        self.layers = FeatureLayers(
+            spec,
+            context,
+            paged_makers(context, tables),
+            self._head(spec, own, build),
+            target.embed_out,
+            ids if isinstance(ids, Tensor) else None,
+        )
 
     def _head(self, spec: FeatureDrafter, own: Mapping[str, object], build: DrafterBuild) -> Linear:
         assert build.target is not None
@@ -179,41 +167,16 @@ class CudaFeatureDrafter:
 
     def first(self, tokens: DraftTokens, caches: Caches) -> Tensor | None:
         assert tokens.features is not None
-        features = self.project(tokens.features) if self.attend is not None else tokens.features
-        return self._run(tokens.batch, features, caches)
+        return self._run(tokens.batch, self.layers.read(tokens.features), caches)
 
     def guess(self, number: int, last: Tensor, tokens: DraftTokens, caches: Caches) -> tuple[Tensor, Tensor | None]:
         if number:
             assert tokens.features is not None
             last = self._run(tokens.batch, tokens.features, caches)
-        normed = self.final_norm(last, None)[0]
-        vocab = self.spec.head_vocab or self.spec.model.vocab
-        scores = self.head(normed if self.embed_out is None else self.embed_out(normed))[:, :vocab]
-        token_ids = scores.argmax(-1)
-        if self.target_ids is not None:
-            token_ids = self.target_ids[token_ids]
-        return token_ids, normed if self.spec.chains_normed else last
+        return self.layers.guess(last)
 
     def _run(self, batch: CudaStepBatch, features: Tensor, caches: Caches) -> Tensor:
-        stream: tuple[Tensor | None, Tensor] = None, self._input(batch, features, caches)
-        for layer in self.layers:
-            stream = layer(stream, batch, caches)
-        residual, update = stream
-        return update if residual is None else residual + update
-
-    def _input(self, batch: CudaStepBatch, features: Tensor, caches: Caches) -> Tensor:
-        """Return what the first layer reads, [T, D]."""
-        inputs = self.spec.inputs
-        embeds = self.embed(batch.token_ids, batch.positions + 1)
-        if isinstance(inputs, JoinedInputs):
-            if inputs.blank_first:
-                embeds = embeds * (batch.positions > 0)[:, None]
-            parts = [self.embed_norm(embeds, None)[0], self.hidden_norm(features, None)[0]]
-            return self.project(torch.cat(parts[::-1] if inputs.hidden_first else parts, -1))
-        assert self.attend is not None
-        normed = self.hidden_norm(features, None)[0]
-        both = torch.cat([self.embed_norm(embeds, None)[0], normed], -1)
-        return (normed if inputs.norms_residual else features) + self.attend(both, batch, caches)
+        return self.layers.run(batch.token_ids, batch.positions, features, batch, caches)
 
 
 _EMBEDDING = "embed"
@@ -226,20 +189,16 @@ class CudaHeadsDrafter:
     reads_next = True
 
     def __init__(self, spec: HeadsDrafter, weights: Iterable[Weight], build: DrafterBuild) -> None:
-        self.params = _plain_params(spec, weights, build)
-        self.spec, self.num_bytes = spec, sum(tensor.nbytes for tensor in self.params.values())
+        params = _plain_params(spec, weights, build)
+        self.num_bytes = sum(tensor.nbytes for tensor in params.values())
+        self.heads = HeadsGuesser(spec, partial(_linear, params), partial(_linear, params))
 
     def first(self, tokens: DraftTokens, caches: Caches) -> Tensor | None:
         return tokens.features
 
     def guess(self, number: int, last: Tensor, tokens: DraftTokens, caches: Caches) -> tuple[Tensor, Tensor | None]:
-        x = last if tokens.features is None else tokens.features
-        params = self.params
-        features = x
-        for block in range(self.spec.blocks):
-            name = f"heads.{number}.blocks.{block}"
-            x = x + F.silu(F.linear(x, params[name], params.get(f"{name}_bias")))
-        return F.linear(x, params[f"heads.{number}.head"]).argmax(-1), features
+        hidden = last if tokens.features is None else tokens.features
+        return self.heads.guess(number, hidden), hidden
 
 
 class CudaStagesDrafter:
@@ -248,28 +207,20 @@ class CudaStagesDrafter:
     reads_next = True
 
     def __init__(self, spec: StagesDrafter, weights: Iterable[Weight], build: DrafterBuild) -> None:
-        self.params = _plain_params(spec, weights, build)
-        self.spec, self.num_bytes = spec, sum(tensor.nbytes for tensor in self.params.values())
+        params = _plain_params(spec, weights, build)
+        self.num_bytes = sum(tensor.nbytes for tensor in params.values())
+        self.stages = StagesGuesser.of(spec, partial(_linear, params), partial(_linear, params), params.__getitem__)
 
     def first(self, tokens: DraftTokens, caches: Caches) -> Tensor | None:
         return tokens.features
 
     def guess(self, number: int, last: Tensor, tokens: DraftTokens, caches: Caches) -> tuple[Tensor, Tensor | None]:
-        spec = self.spec
-        params = self.params
         state = last if tokens.features is None else tokens.features
-        if not number and spec.scales_input:
-            state = self._scaled(state) * 0.5**0.5
-        own = f"stages.{0 if spec.tied else number}"
-        project = params[f"stages.{min(number, 1) if spec.tied else number}.project"]
-        embeds = F.embedding(tokens.batch.token_ids, params[f"{own}.embed"])
-        mixed = self._scaled(F.linear(state, project) + spec.embedding_weight * embeds)
-        state = F.gelu(mixed * params[f"{own}.norm"] + params[f"{own}.norm_bias"])
-        return F.linear(state, params[f"{own}.head"]).argmax(-1), state
+        return self.stages.guess(number, state if number else self.stages.first_state(state), tokens.batch.token_ids)
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        """Return x divided by its root mean square."""
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.spec.eps)
+
+def _linear(params: Mapping[str, Tensor], name: str) -> Linear:
+    return partial(F.linear, weight=params[name], bias=params.get(f"{name}_bias"))
 
 
 def _plain_params(spec: DrafterSpec, weights: Iterable[Weight], build: DrafterBuild) -> dict[str, Tensor]:

@@ -18,9 +18,6 @@ Pack = Callable[[Tensor], PackedMatrix]
 
 Matrix = Tensor | PackedMatrix
 
-Linear = Callable[[Tensor], Tensor]
-"""[T, in] -> [T, out]."""
-
 
 @dataclass(frozen=True, slots=True)
 class RankParams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,20 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.execution import Embedded
 from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKernels
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels.linear.invariant_linear import invariant_linear
 from pagoda.backends.torch_cuda.kernels.linear.packed_linear import packed_linear, takes_rounded_rows
 from pagoda.backends.torch_cuda.kernels.linear.quantize_rows import QuantizedRows
 from pagoda.backends.torch_cuda.kernels.linear.weight_only import FEW
+from pagoda.backends.torch_cuda.kernels.pointwise import activation
 from pagoda.backends.torch_cuda.kernels.pointwise.norm import RowNorm
 from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
-from pagoda.backends.torch_cuda.model.parameters import Linear, Matrix, RankParams
+from pagoda.backends.torch_cuda.model.parameters import Matrix, RankParams
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import Comm, RankShard
+from pagoda.backends.torch_decoder.ops import Linear, NormStep, RoundingNorm, Stream
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope, cos_sin
-from pagoda.common.models.spec import Embedding
+from pagoda.common.models.spec import Activation
 
 
 def linear(
@@ -66,14 +67,8 @@ def _float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product + bias
 
 
-NormStep = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""(update [T, D], residual [T, D] or None) -> (their sum normalised, their sum)."""
-
 Rows = Tensor | QuantizedRows
 """Input of a linear map [T, D]; rounded only where `CudaBuildContext.rounds` says that the map takes it."""
-
-RoundingNorm = Callable[[Tensor, Tensor | None], tuple[Any, Tensor]]
-"""As NormStep, but the normalised sum may be `Rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +90,39 @@ class CudaBuildContext:
     @property
     def shard(self) -> RankShard:
         return RankShard(self.comm.rank, self.comm.size)
+
+    @property
+    def table_dtype(self) -> torch.dtype:
+        return self.params["embed"].dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.params["embed"].dtype
+
+    def has(self, name: str) -> bool:
+        return name in self.params.by_name
+
+    def get(self, name: str) -> Tensor | None:
+        return self.params.get(name)
+
+    def tensor(self, name: str) -> Tensor:
+        return self.params[name]
+
+    def rows(self, name: str, token_ids: Tensor) -> Tensor:
+        """Return rows of a table that is sharded by rows over the ranks."""
+        x = lookup(self.params[name], token_ids, self.comm)
+        if name != "embed" or self.adapters is None:
+            return x
+        return self.adapters.add_to_embeddings(x, token_ids, self.comm)
+
+    def activation(self, name: Activation) -> Linear:
+        return partial(activation.plain, name=name, use_kernel=self.device.use_kernels)
+
+    def add(self, residual: Tensor | None, update: Tensor) -> Tensor:
+        return update if residual is None else residual + update
+
+    def add_both(self, residual: Tensor | None, first: Tensor, second: Tensor) -> Stream:
+        return residual, first + second
 
     def linear(self, name: str) -> Linear:
         """Return the linear map `name`, with adapters; where its outputs are sharded, this rank's part."""
@@ -163,49 +191,6 @@ class CudaBuildContext:
 def _add(update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     total = update if residual is None else update + residual
     return total, total
-
-
-class CudaTokenEmbedding:
-    """Token ids -> first hidden states: table (sharded by rows), scale, projection, positions, types, norm."""
-
-    def __init__(self, spec: Embedding, build: CudaBuildContext) -> None:
-        params = build.params
-        self.spec = spec
-        self.comm = build.comm
-        self.adapters = build.adapters
-        self.table = params["embed"]
-        self.positions = params.get("positions")
-        self.types = params.get("token_types")
-        self.norm = build.norm(spec.norm, "embed_norm")
-        self.project = build.linear("embed_in") if params.get("embed_in") is not None else None
-        self.scale = float(torch.tensor(spec.scale).to(self.table.dtype))  # rounded to the weights' dtype, as trained
-
-    def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        token_types: Tensor | None = None,
-        embedded: Embedded | None = None,
-    ) -> Tensor:
-        """Return [T, D] of token_ids, positions, token_types [T]; None: all types are 0.
-
-        `embedded`: replaces rows after lookup and scaling.
-        """
-        looked_up = token_ids if embedded is None else embedded.mask_ids(token_ids)
-        x = lookup(self.table, looked_up, self.comm)
-        if self.adapters is not None:
-            x = self.adapters.add_to_embeddings(x, looked_up, self.comm)
-        if self.scale != 1.0:
-            x = x * self.scale
-        if embedded is not None:
-            x = embedded.insert(x)
-        if self.project is not None:
-            x = self.project(x)
-        if self.positions is not None:
-            x = x + F.embedding(positions + self.spec.position_offset, self.positions)
-        if self.types is not None:
-            x = x + (self.types[0] if token_types is None else F.embedding(token_types, self.types))
-        return self.norm(x, None)[0]
 
 
 def lookup(table: Tensor, token_ids: Tensor, comm: Comm) -> Tensor:

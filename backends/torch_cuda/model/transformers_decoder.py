@@ -16,7 +16,7 @@ from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import RopeCache
 from pagoda.backends.torch_cuda.kernels.attention.shared import HeadTerms
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache
-from pagoda.backends.torch_cuda.model.mixers.attention import CudaPagedHeads
+from pagoda.backends.torch_cuda.model.mixers.attention.paged import CudaPagedHeads
 from pagoda.backends.torch_cuda.model.parts import linear
 from pagoda.common.backend import Weight
 from pagoda.common.models.transformers_spec import TransformersSpec

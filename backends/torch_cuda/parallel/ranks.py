@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.distributed.messages import RankInfo
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.mixers import GatedDelta, Mamba, Mixer, ShortConvolution
 from pagoda.common.models.spec import Ffn, Mlp, ModelSpec
 
 if TYPE_CHECKING:
@@ -22,8 +21,8 @@ def check(spec: ModelSpec, size: int) -> None:
     """
     if (indivisible := _indivisible(spec, size)) is None:
         return
-    heads = min(_num_heads(mixer) for mixer in spec.mixers)
-    fitting = [str(fewer) for fewer in range(1, heads + 1) if _indivisible(spec, fewer) is None]
+    most = min(mixer.max_ranks for mixer in spec.mixers)
+    fitting = [str(fewer) for fewer in range(1, most + 1) if _indivisible(spec, fewer) is None]
     raise ConfigError(
         "--tensor-parallel-size", f"{size} ranks cannot share {indivisible} evenly; use {_either(fitting)}"
     )
@@ -74,17 +73,6 @@ def _indivisible(spec: ModelSpec, size: int) -> str | None:
             if mlp.width % size:
                 return f"the ffn width of {mlp.width}"
     return None
-
-
-def _num_heads(mixer: Mixer) -> int:
-    """Return the largest number of ranks that can share the mixer."""
-    match mixer:
-        case GatedDelta():
-            return mixer.key_heads
-        case Mamba() | ShortConvolution():
-            return mixer.channels
-        case _:
-            return mixer.heads
 
 
 def _mlps(ffn: Ffn | None) -> list[Mlp]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import gcd
 from typing import Final
 
@@ -18,9 +18,11 @@ from torch import Tensor
 
 from pagoda.backends.reference.model.ops import to_torch
 from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix, Scheme, pack
+from pagoda.backends.torch_cuda.model.mixers.registry import ops_of
 from pagoda.backends.torch_cuda.model.parameters import Empty, Matrix, Pack, RankParams
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
 from pagoda.backends.torch_cuda.supported import packed_scheme
+from pagoda.backends.torch_cuda.weights.arrange import RankLayout, TensorSlice
 from pagoda.backends.torch_cuda.weights.quantized_layout import (
     MIN_GROUP,
     as_scheme,
@@ -31,7 +33,7 @@ from pagoda.backends.torch_cuda.weights.quantized_layout import (
 )
 from pagoda.common.backend import Weight
 from pagoda.common.errors import ConfigError, WeightError
-from pagoda.common.models.mixers import Attention, GatedDelta, KimiDelta, Mamba, Mamba2, Mixer, ShortConvolution
+from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.shapes import checked, lacking, params
 from pagoda.common.models.spec import ModelSpec
@@ -53,30 +55,11 @@ METHODS: Final[Mapping[str, tuple[Scheme, Activations | None]]] = {
 }
 """Value of --quantization -> scheme, and how activations are rounded."""
 
-_FUSED: Final = {
-    **{"q": "qkv", "k": "qkv", "v": "qkv", "o": "out"},
-    **{"q_a": "latents", "kv_a": "latents"},
-    **{"q_conv": "conv", "k_conv": "conv", "v_conv": "conv", "beta": "scalars", "decay": "scalars"},
-    **dict.fromkeys(("q_adapter", "k_adapter", "v_adapter"), "adapter"),
-}
-"""Last part of a mixer's canonical name -> that of its fused tensor; biases follow their matrices."""
-
-_FUSED_OF: Final[Mapping[type, Mapping[str, str]]] = {
-    KimiDelta: {"decay": "decay", "decay_a": "scalars", "gate_a": "scalars"},
-    Mamba: {**dict.fromkeys(("v", "gate"), "inner"), **dict.fromkeys(("step_a", "b", "c"), "selection")},
-    Mamba2: {
-        **dict.fromkeys(("gate", "v", "b", "c"), "inner"),
-        **{"step": "scalars", "b_conv": "conv", "c_conv": "conv"},
-    },
-    ShortConvolution: dict.fromkeys("bcv", "inner"),
-}
-"""The same where a kind of mixer differs."""
-
 _FUSED_FFN: Final = {
     **{"gate": "inner", "up": "inner"},
     **{"gate_adapter_out": "inner_adapter_out", "up_adapter_out": "inner_adapter_out"},
 }
-"""The same for feed-forward blocks."""
+"""Last part of a feed-forward block's canonical name -> that of its fused tensor; biases follow their matrices."""
 
 _ONCE: Final = ("out_bias", "down_bias")
 """Biases of all-reduced products: only the first rank adds them."""
@@ -134,7 +117,7 @@ class Loader:
         schemes: Mapping[str, StoredScheme] | None = None,
         *,
         parameters: Mapping[str, Param] | None = None,
-        attention: Attention | None = None,
+        attention: Mixer | None = None,
     ) -> None:
         """`empty`: allocates parameters, except those with an own entry in `allocators`; `pack`: quantizes matrices.
 
@@ -299,33 +282,11 @@ class Loader:
             matrix[filled:].zero_()
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
-    """Where a canonical parameter is stored: `tensor[into] = parameter[cut]`, one slice per axis."""
-
-    tensor: str
-    into: tuple[slice, ...]
-    cut: tuple[slice, ...]
-    cut_inputs: bool = False  # the last axis has a part of the parameter's alone
-
-
-@dataclass(frozen=True, slots=True)
-class RankLayout:
-    """The tensors of a rank."""
-
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by tensor
-    placements: dict[str, TensorSlice | None] = field(default_factory=dict)  # by canonical parameter; None: not here
-    matrices: set[str] = field(default_factory=set)  # tensors that may be packed: [out, in], experts [E, out, in]
-    small_matrices: set[str] = field(default_factory=set)  # tensors that are packed only if the checkpoint has them so
-    float32: set[str] = field(default_factory=set)  # tensors that are kept in float32
-    filled: dict[str, int] = field(default_factory=dict)  # vocabulary tensors: rows without padding
-
-
 def make_layout(
     spec: ModelSpec,
     shard: RankShard,
     parameters: Mapping[str, Param] | None = None,
-    attention: Attention | None = None,
+    attention: Mixer | None = None,
 ) -> RankLayout:
     """Return a rank's layout: q, k, v fused, gate and up fused, sharded. `ranks.check` must have passed.
 
@@ -408,7 +369,7 @@ def _fused_name(name: str, mixer: Mixer | None) -> str:
     bias = "_bias" if last.endswith("_bias") else ""
     if stem.endswith((".per_layer", ".indexer", ".blocks")):
         return name
-    fused = _FUSED_FFN if mixer is None else {**_FUSED, **_FUSED_OF.get(type(mixer), {})}
+    fused = _FUSED_FFN if mixer is None else ops_of(mixer).fused
     return f"{stem}.{fused[matrix]}{bias}" if stem and matrix in fused else name
 
 
@@ -424,18 +385,5 @@ def _place(layout: RankLayout, name: str, param: Param, cut: tuple[slice, ...]) 
 
 
 def _cut(mixer: Mixer | None, param: Param, shard: RankShard) -> tuple[slice, ...]:
-    kv_heads = 1 if mixer is None else _key_heads(mixer)
+    kv_heads = 1 if mixer is None else ops_of(mixer).key_heads(mixer)
     return tuple(shard.cut(axis, extent, kv_heads) for axis, extent in zip(param.axes, param.shape))
-
-
-def _key_heads(mixer: Mixer) -> int:
-    """Return the heads that an axis "K" of the mixer's parameters consists of."""
-    match mixer:
-        case Attention():
-            return mixer.kv_heads
-        case GatedDelta():
-            return mixer.key_heads
-        case Mamba2():
-            return mixer.groups
-        case _:
-            return 1

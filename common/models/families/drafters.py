@@ -71,9 +71,15 @@ def implied_method(config: Mapping[str, Any], names: Collection[str]) -> str:
     return "draft_model"
 
 
-def language_drafter(config: Mapping[str, Any], vocab: int) -> DrafterFamily:
-    """Return the language model of a config.json as the drafter of a model with `vocab` tokens. Raises ModelError."""
+def language_drafter(
+    config: Mapping[str, Any], vocab: int, named: Callable[[Family], Family] = lambda family: family
+) -> DrafterFamily:
+    """Return the language model of a config.json as the drafter of a model with `vocab` tokens. Raises ModelError.
+
+    `named`: returns the family with the rules for the names of its checkpoint.
+    """
     spec, family = spec_from_config(config)
+    family = named(family)
     if spec.vocab != vocab:
         raise ModelError(
             f"the drafter's vocabulary has {spec.vocab} tokens, the model's {vocab}; use a drafter with the same "

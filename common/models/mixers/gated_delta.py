@@ -75,6 +75,11 @@ class GatedDelta(MixerBase):
         yield from norm_params("norm", self.norm, self.value_dim, "H")
         yield from linear_params("o", width, values, "DN")
 
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.key_heads
+
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
         return f"{self.key_heads} key heads" if self.key_heads % ranks else None

@@ -84,6 +84,11 @@ class KimiDelta(MixerBase):
         yield from norm_params("norm", self.norm, self.head_dim, "H")
         yield from linear_params("o", width, self.width, "DN")
 
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.heads
+
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
         return f"{self.heads} linear attention heads" if self.heads % ranks else None

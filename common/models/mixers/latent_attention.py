@@ -109,6 +109,11 @@ class LatentAttention(MixerBase):
         growth = None if self.query_growth is None else self.query_growth.within(max_len)
         return self if growth == self.query_growth else replace(self, query_growth=growth)
 
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.heads
+
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
         return f"{self.heads} query heads" if self.heads % ranks else None

@@ -67,6 +67,11 @@ class LightningAttention(MixerBase):
         """Return the ropes whose tables the mixer reads."""
         return () if self.rope is None else (self.rope,)
 
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.heads
+
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
         return f"{self.heads} linear attention heads" if self.heads % ranks else None

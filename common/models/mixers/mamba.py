@@ -58,6 +58,11 @@ class Mamba(MixerBase):
         yield Param("skip", (self.channels,), "N", float32=True)
         yield from linear_params("o", width, self.channels, "DN", self.bias)
 
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.channels
+
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
         return f"{self.channels} state space channels" if self.channels % ranks else None

@@ -80,6 +80,11 @@ class Mamba2(MixerBase):
         yield from norm_params("norm", self.norm, self.width, "N")
         yield from linear_params("o", width, self.width, "DN", self.bias)
 
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.heads
+
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does.
 

@@ -37,6 +37,11 @@ class ShortConvolution(MixerBase):
         yield from conv_params("conv", self.channels, self.taps, "N", self.bias)
         yield from linear_params("o", width, self.channels, "DN", self.bias)
 
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        return self.channels
+
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
         return f"{self.channels} channels of the convolution" if self.channels % ranks else None

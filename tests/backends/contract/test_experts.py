@@ -19,7 +19,8 @@ from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.reference.model.numerics import Numerics
-from pagoda.backends.reference.weights import MoeParams, Packer
+from pagoda.backends.reference.model.params import MoeParams
+from pagoda.backends.reference.weights.load import Packer
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
 from pagoda.backends.torch_cuda.weights.load import Loader
 from pagoda.common.engine.kv_cache.spec import kv_layout
@@ -44,7 +45,7 @@ SPEC = model(Moe(6, Mlp(24, "silu", True), ROUTER, SHARED, shared_gate=True))
 def loaded_correction(backend: str) -> npt.NDArray[np.float32]:
     """Return the correction of a backend whose other weights are in bfloat16."""
     if backend == "reference":
-        ffn = Packer(SPEC, Numerics(torch.bfloat16, torch.float32)).pack(random_weights(SPEC)).layers[0].ffn
+        ffn = Packer(SPEC, Numerics(torch.bfloat16, torch.float32)).pack(random_weights(SPEC)).parts["layers.0.ffn"]
         assert isinstance(ffn, MoeParams)
         assert ffn.correction is not None
         return ffn.correction.numpy()

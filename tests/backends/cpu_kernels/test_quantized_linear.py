@@ -14,10 +14,11 @@ from support.engines.reference_driver import random_weights, tiny_spec
 from pagoda.backends.reference.memory import held_bytes
 from pagoda.backends.reference.model.linear import float32_linear, linear
 from pagoda.backends.reference.model.numerics import Numerics
+from pagoda.backends.reference.model.params import MlpParams, MoeParams
 from pagoda.backends.reference.model.quantized import compiled, layer
 from pagoda.backends.reference.model.quantized.groups import grouped, is_grouped
 from pagoda.backends.reference.model.quantized.int8 import OnednnLinear
-from pagoda.backends.reference.weights import MlpParams, MoeParams, Packer
+from pagoda.backends.reference.weights.load import Packer
 from pagoda.common.models.spec import Mlp, Moe, Router
 from pagoda.common.weights.quantization.on_the_fly import quantize
 from pagoda.common.weights.quantization.support import SCHEMES
@@ -291,9 +292,9 @@ def test_a_model_computes_with_its_experts(lanes: int) -> None:
         for name, value in dense.items()
     }
     model = Packer(spec, NARROW).pack(iter(weights.items()))
-    attention, ffn = model.layers[0].mixers[0], model.layers[0].ffn
+    attention, ffn = (model.parts[f"layers.0.{name}"] for name in ("mixers.0", "ffn"))
     assert all(isinstance(part, compiled.CompiledLinear) for part in matrices(ffn))
-    assert isinstance(attention.qkv, compiled.CompiledLinear)  # type: ignore[union-attr]
+    assert isinstance(attention.qkv, compiled.CompiledLinear)
     x = torch.randn(4, spec.width, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert isinstance(ffn, MoeParams)
     names = [f"layers.0.ffn.experts.{part}" for part in ("gate", "up")]
@@ -316,9 +317,7 @@ def test_a_head_is_quantised_when_it_is_packed(tied: bool) -> None:
     packed = Packer(spec, NARROW, scheme).pack(list(weights.items()))
     expected = quantize(torch.from_numpy(weights[name]).bfloat16().float().numpy(), scheme)
     x = torch.randn(3, spec.width).bfloat16()
-    assert packed.head is not None
-    torch.testing.assert_close(packed.head(x), float32_linear(expected, None, NARROW)(x), rtol=0, atol=0)
-    torch.testing.assert_close(packed.embed, torch.from_numpy(weights["embed"]).bfloat16(), rtol=0, atol=0)
-    plain = Packer(spec, NARROW).pack(list(weights.items())).head
-    assert plain is not None
-    assert not torch.equal(packed.head(x), plain(x))
+    torch.testing.assert_close(packed.parts["head"](x), float32_linear(expected, None, NARROW)(x), rtol=0, atol=0)
+    torch.testing.assert_close(packed.parts["embed"], torch.from_numpy(weights["embed"]).bfloat16(), rtol=0, atol=0)
+    plain = Packer(spec, NARROW).pack(list(weights.items())).parts["head"]
+    assert not torch.equal(packed.parts["head"](x), plain(x))

@@ -13,7 +13,7 @@ from pagoda.backends.reference.memory import allocate
 from pagoda.backends.reference.model.adapters import AdapterMatrices
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.numerics import numerics
-from pagoda.backends.reference.weights import Packer
+from pagoda.backends.reference.weights.load import Packer
 from pagoda.common.backend import Weight
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.steps.contract import StepPlan

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention import Rotations
-from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
+from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
+from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.ops import l2_norm, norm
-from pagoda.backends.reference.weights import GatedDeltaParams
+from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.common.models.mixers import GatedDelta
 
 CHUNK: Final = 64
@@ -27,22 +27,29 @@ CHUNK: Final = 64
 
 
 class DeltaLayer:
-    """One layer's projections, convolution and rule, a RecurrentLayer."""
+    """One layer's projections, convolution and rule, a RecurrentLayer.
 
-    def __init__(self, spec: GatedDelta, params: GatedDeltaParams) -> None:
+    N value heads of V channels, C channels of the convolution. All but the linear layers and the norm in float32.
+    """
+
+    def __init__(self, weights: NamedWeights, prefix: str, spec: GatedDelta) -> None:
         self.spec = spec
-        self.params = params
-        self.convolve = Convolution(params.conv)
+        # [D] -> q, k and v [C], gate [N*V], beta [N], decay [N]
+        self.inner = weights.linear(*(f"{prefix}.{part}" for part in ("q", "k", "v", "gate", "beta", "decay")))
+        self.convolve = Convolution(weights.convolution(*(f"{prefix}.{part}_conv" for part in "qkv")))
+        self.decay_rate = -weights.take(f"{prefix}.decay_rate").float().exp()  # [N] -exp of the parameter
+        self.decay_offset = weights.take(f"{prefix}.decay_offset").float()  # [N]
+        self.norm = weights.take_wide(f"{prefix}.norm")  # [V]
+        self.project_out = weights.linear(f"{prefix}.o")  # [N*V] -> [D]
         (cache,) = spec.caches()
         self.elements = cache.block_elements(1)
 
     def project(self, x: Tensor, rotations: Rotations) -> tuple[Inputs, Tensor]:
         """X [T, D] -> (q, k and v before the convolution [T, C], beta and log decay [T, N]), output gates [T, N*V]."""
         spec = self.spec
-        params = self.params
         heads = spec.value_heads
-        qkv, gate, beta, decay = params.inner(x).split([spec.channels, heads * spec.value_dim, heads, heads], -1)
-        log_decay = params.decay_rate * F.softplus(decay.float() + params.decay_offset)
+        qkv, gate, beta, decay = self.inner(x).split([spec.channels, heads * spec.value_dim, heads, heads], -1)
+        log_decay = self.decay_rate * F.softplus(decay.float() + self.decay_offset)
         return (qkv.float(), beta.float().sigmoid() * spec.beta_scale, log_decay), gate
 
     def mix(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,8 +78,8 @@ class DeltaLayer:
 
     def out(self, heads: Tensor, gate: Tensor) -> Tensor:
         """Heads float32 and gates [T, N*V] -> [T, D]."""
-        normed = norm(heads.to(gate.dtype).unflatten(-1, (self.spec.value_heads, -1)), self.spec.norm, self.params.norm)
-        return self.params.out((normed.flatten(-2) * F.silu(gate.float())).to(gate.dtype))
+        normed = norm(heads.to(gate.dtype).unflatten(-1, (self.spec.value_heads, -1)), self.spec.norm, self.norm)
+        return self.project_out((normed.flatten(-2) * F.silu(gate.float())).to(gate.dtype))
 
 
 def recurrent_rule(
@@ -132,3 +139,6 @@ def decay_between(decay: Tensor) -> Tensor:
     after_j = past.tril(-1)  # row l, column j: l > j
     sums = (decay[..., :, None] * after_j).cumsum(-2)
     return sums.masked_fill(~past, float("-inf")).exp()
+
+
+GATED_DELTA: Final = recurrent_ops(GatedDelta, DeltaLayer)

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention import Rotations
-from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
+from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
+from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.ops import l2_norm, norm
-from pagoda.backends.reference.weights import KimiDeltaParams
+from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.common.models.mixers import KimiDelta
 
 KDA_CHUNK: Final = 32
@@ -25,26 +25,37 @@ KDA_CHUNK: Final = 32
 
 
 class KimiDeltaLayer:
-    """One layer's projections, convolution and rule, a RecurrentLayer."""
+    """One layer's projections, convolution and rule, a RecurrentLayer.
 
-    def __init__(self, spec: KimiDelta, params: KimiDeltaParams) -> None:
+    N heads of H channels. All but the linear layers and the norm in float32.
+    """
+
+    def __init__(self, weights: NamedWeights, prefix: str, spec: KimiDelta) -> None:
         self.spec = spec
-        self.params = params
-        self.convolve = Convolution(params.conv)
+        low_rank = spec.rank is not None
+        last = ("decay_a", "gate_a") if low_rank else ("decay", "gate")
+        # [D] -> q, k and v [3*N*H], beta [N], low-rank decay, low-rank gate; or decay and gate
+        self.inner = weights.linear(*(f"{prefix}.{part}" for part in ("q", "k", "v", "beta", *last)))
+        self.decay = weights.linear(f"{prefix}.decay_b") if low_rank else None  # low-rank -> [N*H]
+        self.gate = weights.linear(f"{prefix}.gate_b") if low_rank else None  # low-rank -> [N*H]
+        self.convolve = Convolution(weights.convolution(*(f"{prefix}.{part}_conv" for part in "qkv")))
+        self.decay_rate = -weights.take(f"{prefix}.decay_rate").exp()  # [N] -exp of the parameter
+        self.decay_offset = weights.take(f"{prefix}.decay_offset")  # [N*H]
+        self.norm = weights.take_wide(f"{prefix}.norm")  # [H]
+        self.project_out = weights.linear(f"{prefix}.o")  # [N*H] -> [D]
         (cache,) = spec.caches()
         self.elements = cache.block_elements(1)
 
     def project(self, x: Tensor, rotations: Rotations) -> tuple[Inputs, Tensor]:
         """X [T, D] -> (q, k and v before the convolution [T, C], beta [T, N], log decay [T, N*K]), gates [T, N*V]."""
         spec = self.spec
-        params = self.params
         rank = spec.rank or spec.width
-        qkv, beta, decay, gate = params.inner(x).split([3 * spec.width, spec.heads, rank, rank], -1)
+        qkv, beta, decay, gate = self.inner(x).split([3 * spec.width, spec.heads, rank, rank], -1)
         decay, gate = (
-            part if layer is None else layer(part) for part, layer in ((decay, params.decay), (gate, params.gate))
+            part if layer is None else layer(part) for part, layer in ((decay, self.decay), (gate, self.gate))
         )
-        shifted = (decay.float() + params.decay_offset).unflatten(-1, (spec.heads, -1))
-        rate = params.decay_rate[:, None]
+        shifted = (decay.float() + self.decay_offset).unflatten(-1, (spec.heads, -1))
+        rate = self.decay_rate[:, None]
         if spec.decay_bound is None:
             log_decay = rate * F.softplus(shifted)
         else:
@@ -70,8 +81,8 @@ class KimiDeltaLayer:
 
     def out(self, heads: Tensor, gate: Tensor) -> Tensor:
         """Heads float32 and gates [T, N*V] -> [T, D]."""
-        normed = norm(heads.unflatten(-1, (self.spec.heads, -1)), self.spec.norm, self.params.norm.float())
-        return self.params.out((normed.flatten(-2) * gate.float().sigmoid()).to(gate.dtype))
+        normed = norm(heads.unflatten(-1, (self.spec.heads, -1)), self.spec.norm, self.norm.float())
+        return self.project_out((normed.flatten(-2) * gate.float().sigmoid()).to(gate.dtype))
 
 
 def channel_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,3 +131,6 @@ def _products(q: Tensor, k: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Te
         both = rows[..., token, :, :] @ keys[..., : token + 1, :].mT  # [..., 2, token + 1]
         products[..., token, : token + 1] = both.movedim(-2, 0)
     return products[0], products[1], keys
+
+
+KIMI_DELTA: Final = recurrent_ops(KimiDelta, KimiDeltaLayer)

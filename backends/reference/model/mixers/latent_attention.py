@@ -17,15 +17,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.execution import CacheSpan, PackedPrompts, StepBatch, attend
+from pagoda.backends.reference.execution import CacheSpan, PackedPrompts, StepBatch
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.mixers.attention import Rotations
+from pagoda.backends.reference.model.linear import Linear
+from pagoda.backends.reference.model.mixers.attention.packed import attend
+from pagoda.backends.reference.model.mixers.interface import MixerOps
+from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.ops import norm, query_growth, select, sigmoid
-from pagoda.backends.reference.weights import IndexerParams, LatentAttentionParams
+from pagoda.backends.reference.model.params import NormParams
+from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.common.models.mixers import Indexer, LatentAttention
 
 _QUERIES: Final = 16
 """Queries whose products with all keys of an indexer, head by head, are in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerParams:
+    """`q`: low-rank queries -> [N*H]; `k`: [D] -> [H]; `weights`: [D] -> [N]."""
+
+    q: Linear
+    k: Linear
+    k_norm: NormParams
+    weights: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionParams:
+    """R latent channels. `kv_b` and its parts `key_up`, `value_up` serve prefill and decode."""
+
+    q_a: Linear | None  # [D] -> low-rank queries, None if `q` reads x
+    q_a_norm: Tensor | None
+    q: Linear  # -> [N*H]
+    kv_a: Linear  # [D] -> latent, rotary key
+    kv_a_norm: Tensor
+    kv_b: Linear  # [R] -> [N * (keys without RoPE, values)]
+    key_up: Tensor  # [N, keys without RoPE, R]
+    value_up: Tensor  # [N, V, R]
+    out: Linear  # [N*V] -> [D]
+    gate: Linear | None  # [D] -> [N], None without an output gate
+    indexer: IndexerParams | None
 
 
 class LatentProjection:
@@ -254,3 +285,36 @@ def _packed_masks(
             prompts = [queries.select(rows, keys[rows], seen) for rows in group.prompts]
             masks[group.length] = torch.stack(prompts)[:, None]
     return masks
+
+
+def _load(weights: NamedWeights, prefix: str, mixer: LatentAttention) -> LatentAttentionParams:
+    low_rank = mixer.query_rank is not None
+    up = weights.values(f"{prefix}.kv_b").to(weights.numerics.compute).unflatten(0, (mixer.heads, -1))
+    return LatentAttentionParams(
+        q_a=weights.linear(f"{prefix}.q_a") if low_rank else None,
+        q_a_norm=weights.wide(f"{prefix}.q_a_norm"),
+        q=weights.linear(f"{prefix}.q_b" if low_rank else f"{prefix}.q"),
+        kv_a=weights.linear(f"{prefix}.kv_a"),
+        kv_a_norm=weights.take_wide(f"{prefix}.kv_a_norm"),
+        kv_b=weights.linear(f"{prefix}.kv_b"),
+        key_up=up[:, : mixer.nope_dim].contiguous(),
+        value_up=up[:, mixer.nope_dim :].contiguous(),
+        out=weights.linear(f"{prefix}.o"),
+        gate=weights.linear(f"{prefix}.gate") if mixer.gate_per_head else None,
+        indexer=None if mixer.indexer is None else _load_indexer(weights, f"{prefix}.indexer"),
+    )
+
+
+def _load_indexer(weights: NamedWeights, prefix: str) -> IndexerParams:
+    k_norm = weights.norm(f"{prefix}.k_norm")
+    assert k_norm is not None, "the weights are complete"
+    q, k, factors = (weights.linear(f"{prefix}.{part}") for part in ("q", "k", "weights"))
+    return IndexerParams(q, k, k_norm, factors)
+
+
+LATENT_ATTENTION: Final = MixerOps(
+    LatentAttention,
+    load=_load,
+    paged=lambda spec, params, caches, build: PagedLatentAttention(spec, params, caches),
+    packed=lambda spec, params, shared: PackedLatentAttention(spec, params),
+)

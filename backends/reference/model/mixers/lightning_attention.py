@@ -7,24 +7,34 @@ Axis letters: S sequences, T tokens, N heads, H head dim.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention import Rotations
 from pagoda.backends.reference.model.mixers.mamba2 import chunked_scan, recurrent_scan
-from pagoda.backends.reference.model.mixers.recurrence import Inputs
+from pagoda.backends.reference.model.mixers.recurrence import Inputs, recurrent_ops
+from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.ops import norm
-from pagoda.backends.reference.weights import LightningParams
+from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.common.models.mixers import LightningAttention
 
 
 class LightningLayer:
-    """One layer's projections and scan, a RecurrentLayer."""
+    """One layer's projections and scan, a RecurrentLayer.
 
-    def __init__(self, spec: LightningAttention, params: LightningParams) -> None:
+    N heads of H channels.
+    """
+
+    def __init__(self, weights: NamedWeights, prefix: str, spec: LightningAttention) -> None:
         self.spec = spec
-        self.params = params
+        # [D] -> q, k, v and gate, each [N*H]
+        self.inner = weights.linear(*(f"{prefix}.{part}" for part in ("q", "k", "v", "gate")))
+        self.q_norm = weights.wide(f"{prefix}.q_norm")  # [H]
+        self.k_norm = weights.wide(f"{prefix}.k_norm")  # [H]
+        self.norm = weights.take_wide(f"{prefix}.norm")  # [N*H]
+        self.project_out = weights.linear(f"{prefix}.o")  # [N*H] -> [D]
         self.decay = -torch.tensor(spec.slopes)[:, None]
         (cache,) = spec.caches()
         self.elements = cache.block_elements(1)
@@ -33,12 +43,12 @@ class LightningLayer:
         """X [T, D] -> (q, k and v [T, 3*N*H],), output gates [T, N*H]."""
         spec = self.spec
         channels = self.spec.heads * self.spec.head_dim
-        qkv, gate = self.params.inner(x).split([3 * channels, channels], -1)
+        qkv, gate = self.inner(x).split([3 * channels, channels], -1)
         qkv = F.silu(qkv) if spec.silu else qkv
         if spec.qk_norm is None and spec.rope is None:
             return (qkv.float(),), gate
         q, k, v = qkv.chunk(3, -1)
-        pairs = (q, self.params.q_norm), (k, self.params.k_norm)
+        pairs = (q, self.q_norm), (k, self.k_norm)
         q, k = (self._heads(part, weight, rotations) for part, weight in pairs)
         return (torch.cat((q, k, v), -1).float(),), gate
 
@@ -64,5 +74,8 @@ class LightningLayer:
     def out(self, heads: Tensor, gate: Tensor) -> Tensor:
         """Heads float32 and gates [T, N*H] -> [T, D]."""
         grouped = heads.to(gate.dtype).unflatten(1, (self.spec.groups, -1))
-        normed = norm(grouped, self.spec.norm, self.params.norm.view(self.spec.groups, -1)).flatten(1)
-        return self.params.out(normed * gate.sigmoid())
+        normed = norm(grouped, self.spec.norm, self.norm.view(self.spec.groups, -1)).flatten(1)
+        return self.project_out(normed * gate.sigmoid())
+
+
+LIGHTNING_ATTENTION: Final = recurrent_ops(LightningAttention, LightningLayer)

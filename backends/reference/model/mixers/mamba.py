@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention import Rotations
-from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
+from pagoda.backends.reference.model.linear import PlainLinear
+from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
+from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.ops import norm
-from pagoda.backends.reference.weights import MambaParams
+from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.common.models.mixers import Mamba
 
 SCAN_CHUNK: Final = 32
@@ -25,38 +26,50 @@ SCAN_CHUNK: Final = 32
 
 
 class MambaLayer:
-    """One layer's projections, convolution and scan, a RecurrentLayer."""
+    """One layer's projections, convolution and scan, a RecurrentLayer.
 
-    def __init__(self, spec: Mamba, params: MambaParams) -> None:
+    C channels of K states. All but `inner` and `project_out` in float32.
+    """
+
+    def __init__(self, weights: NamedWeights, prefix: str, spec: Mamba) -> None:
         self.spec = spec
-        self.params = params
-        self.convolve = Convolution(params.conv)
+        parts = ("step_a", "b", "c")
+        step, b, c = (weights.get(f"{prefix}.{part}_norm") for part in parts)
+        self.inner = weights.linear(f"{prefix}.v", f"{prefix}.gate")  # [D] -> v [C], gate [C]
+        self.convolve = Convolution(weights.convolution(f"{prefix}.v_conv"))
+        # [C] -> low-rank step, b [K], c [K]
+        self.selection = PlainLinear(torch.cat([weights.take(f"{prefix}.{part}").float() for part in parts]), None)
+        self.step = PlainLinear(weights.take(f"{prefix}.step").float(), None)  # low-rank -> [C]
+        self.norms = (_wide(step), _wide(b), _wide(c))  # of the low-rank step, b and c
+        self.step_offset = weights.take(f"{prefix}.step_offset")  # [C]
+        self.decay_rate = -weights.take(f"{prefix}.decay_rate").exp()  # [C, K] -exp of the parameter
+        self.skip = weights.take(f"{prefix}.skip")  # [C]
+        self.project_out = weights.linear(f"{prefix}.o")  # [C] -> [D]
         (cache,) = spec.caches()
         self.elements = cache.block_elements(1)
 
     def project(self, x: Tensor, rotations: Rotations) -> tuple[Inputs, Tensor]:
         """X [T, D] -> (v before the convolution [T, C],), output gates [T, C]."""
-        v, gate = self.params.inner(x).chunk(2, -1)
+        v, gate = self.inner(x).chunk(2, -1)
         return (v.float(),), gate
 
     def mix(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs [S, T, C] and the states before them [S, elements] -> [S, T, C], the states after them."""
         spec = self.spec
-        params = self.params
         tail, state = states.tensor_split([self.convolve.elements], -1)
         mixed, tail = self.convolve(inputs[0], tail)
         v = F.silu(mixed).mT
-        parts = params.selection(v).split([spec.step_rank, spec.state_dim, spec.state_dim], -1)
+        parts = self.selection(v).split([spec.step_rank, spec.state_dim, spec.state_dim], -1)
         if spec.part_norm is not None:
-            parts = tuple(norm(part, spec.part_norm, weight) for part, weight in zip(parts, params.norms))
+            parts = tuple(norm(part, spec.part_norm, weight) for part, weight in zip(parts, self.norms))
         low_rank, b, c = parts
-        step = F.softplus(params.step(low_rank) + params.step_offset)
-        output, state = selective_scan(v, step, b, c, params.decay_rate, state.view(-1, spec.channels, spec.state_dim))
-        return torch.addcmul(output, params.skip, v), torch.cat((tail, state.flatten(1)), 1)
+        step = F.softplus(self.step(low_rank) + self.step_offset)
+        output, state = selective_scan(v, step, b, c, self.decay_rate, state.view(-1, spec.channels, spec.state_dim))
+        return torch.addcmul(output, self.skip, v), torch.cat((tail, state.flatten(1)), 1)
 
     def out(self, mixed: Tensor, gate: Tensor) -> Tensor:
         """Float32 outputs and gates [T, C] -> [T, D]."""
-        return self.params.out((mixed * F.silu(gate.float())).to(gate.dtype))
+        return self.project_out((mixed * F.silu(gate.float())).to(gate.dtype))
 
 
 def selective_scan(v: Tensor, step: Tensor, b: Tensor, c: Tensor, rate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,3 +89,10 @@ def selective_scan(v: Tensor, step: Tensor, b: Tensor, c: Tensor, rate: Tensor, 
             state = seen[:, token].addcmul_(decay[:, token], state)
         outputs.append((seen @ c[:, chunk, :, None])[..., 0])
     return torch.cat(outputs, 1), state
+
+
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()
+
+
+MAMBA: Final = recurrent_ops(Mamba, MambaLayer)

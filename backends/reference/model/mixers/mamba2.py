@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.attention import Rotations
 from pagoda.backends.reference.model.mixers.gated_delta import decay_between
-from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs
+from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
+from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.ops import norm
-from pagoda.backends.reference.weights import Mamba2Params
+from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.common.models.mixers import Mamba2
 
 SSD_CHUNK: Final = 64
@@ -27,21 +27,29 @@ SSD_CHUNK: Final = 64
 
 
 class Mamba2Layer:
-    """One layer's projections, convolution and scan, a RecurrentLayer."""
+    """One layer's projections, convolution and scan, a RecurrentLayer.
 
-    def __init__(self, spec: Mamba2, params: Mamba2Params) -> None:
+    N heads of H channels, C channels of the convolution. All but the linear layers and the norm in float32.
+    """
+
+    def __init__(self, weights: NamedWeights, prefix: str, spec: Mamba2) -> None:
         self.spec = spec
-        self.params = params
-        self.convolve = Convolution(params.conv)
+        # [D] -> v, b and c [C], gate [N*H], step [N]
+        self.inner = weights.linear(*(f"{prefix}.{part}" for part in ("v", "b", "c", "gate", "step")))
+        self.convolve = Convolution(weights.convolution(*(f"{prefix}.{part}_conv" for part in "vbc")))
+        self.decay_rate = -weights.take(f"{prefix}.decay_rate").exp()  # [N] -exp of the parameter
+        self.step_offset = weights.take(f"{prefix}.step_offset")  # [N]
+        self.skip = weights.take(f"{prefix}.skip")  # [N]
+        self.norm = weights.wide(f"{prefix}.norm")  # [N*H]
+        self.project_out = weights.linear(f"{prefix}.o")  # [N*H] -> [D]
         (cache,) = spec.caches()
         self.elements = cache.block_elements(1)
 
     def project(self, x: Tensor, rotations: Rotations) -> tuple[Inputs, Tensor]:
         """X [T, D] -> (v, b and c before the convolution [T, C], step [T, N]), output gates [T, N*H]."""
         spec = self.spec
-        params = self.params
-        vbc, gate, step = params.inner(x).split([spec.channels, spec.width, spec.heads], -1)
-        return (vbc.float(), F.softplus(step.float() + params.step_offset).clamp(*spec.step_limit)), gate
+        vbc, gate, step = self.inner(x).split([spec.channels, spec.width, spec.heads], -1)
+        return (vbc.float(), F.softplus(step.float() + self.step_offset).clamp(*spec.step_limit)), gate
 
     def mix(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs [S, T, ...] and the states before them [S, elements] -> heads [S, T, N*H], the states after them."""
@@ -57,10 +65,10 @@ class Mamba2Layer:
             step[..., None] * v,
             b.unflatten(1, (spec.groups, -1)).mT,
             c.unflatten(1, (spec.groups, -1)).mT,
-            self.params.decay_rate[:, None] * step,
+            self.decay_rate[:, None] * step,
             state.view(-1, spec.heads, spec.state_dim, spec.head_dim),
         )
-        heads = torch.addcmul(heads, v, self.params.skip[:, None, None])
+        heads = torch.addcmul(heads, v, self.skip[:, None, None])
         return heads.transpose(1, 2).flatten(2), torch.cat((tail, state.flatten(1)), 1)
 
     def out(self, heads: Tensor, gate: Tensor) -> Tensor:
@@ -73,12 +81,12 @@ class Mamba2Layer:
             mixed = self._norm(heads) * factor
         else:
             mixed = self._norm(heads * factor)
-        return self.params.out(mixed.to(gate.dtype))
+        return self.project_out(mixed.to(gate.dtype))
 
     def _norm(self, heads: Tensor) -> Tensor:
         """Normalise the channels of each group by itself, [T, N*H]."""
         spec = self.spec
-        weight = self.params.norm
+        weight = self.norm
         assert spec.norm is not None
         assert weight is not None
         weight = weight.float().view(spec.groups, -1)
@@ -121,3 +129,6 @@ def chunked_scan(v: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) 
         state = torch.addcmul(added[:, :, chunk], last[:, :, chunk], state)
     heads = inside + since_start * (c @ torch.stack(before, 2))
     return heads.flatten(2, 3)[:, :, :tokens], state
+
+
+MAMBA2: Final = recurrent_ops(Mamba2, Mamba2Layer)

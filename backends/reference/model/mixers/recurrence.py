@@ -7,7 +7,7 @@ Axis letters: S sequences, T tokens, C channels of the convolution, D width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -15,8 +15,11 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import PackedPrompts, StepBatch
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.mixers.attention import Rotations
-from pagoda.backends.reference.weights import ConvolutionParams
+from pagoda.backends.reference.model.mixers.interface import MixerBuild, MixerOps, SpecT
+from pagoda.backends.reference.model.mixers.rotary import Rotations
+from pagoda.backends.reference.model.params import ConvolutionParams
+from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.backends.torch_decoder.ops import MixerStep
 
 Inputs = tuple[Tensor, ...]
 """What a recurrence reads of some tokens, each [..., T, channels], in float32."""
@@ -89,6 +92,17 @@ class PackedRecurrence:
             out[group.rows] = mixed[0] if single else mixed
         assert out is not None, "a step has a prompt"
         return self.layer.out(out, gate)
+
+
+def recurrent_ops(
+    kind: type[SpecT], load: Callable[[NamedWeights, str, SpecT], RecurrentLayer]
+) -> MixerOps[SpecT, RecurrentLayer]:
+    """Return what the backend knows of a kind with recurrent state. `load`: returns its projections and recurrence."""
+
+    def paged(spec: SpecT, layer: RecurrentLayer, caches: tuple[int, ...], build: MixerBuild) -> MixerStep:
+        return PagedRecurrence(layer, *caches)
+
+    return MixerOps(kind, load, paged, packed=lambda spec, layer, shared: PackedRecurrence(layer))
 
 
 class Convolution:

@@ -318,7 +318,14 @@ class NaiveModel:
         if spec.softcap is not None:
             scores = ops.softcap(scores, spec.softcap)
         if spec.alibi_slopes is not None:
-            scores = scores + ops.alibi(spec, len(q), len(k), scores)
+            scores = scores + ops.alibi(
+                spec.alibi_slopes,
+                queries=len(q),
+                keys=len(k),
+                like=scores,
+                causal=spec.causal,
+                root=spec.alibi_root,
+            )
         scores = scores.masked_fill(~seen, -torch.inf)
         weights = ops.softmax(scores, sinks).to(self.dtype)
         return torch.einsum("nts,snh->tnh", weights, v).flatten(1)

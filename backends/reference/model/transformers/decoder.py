@@ -17,9 +17,9 @@ from pagoda.backends.fallback.model import TransformersModel
 from pagoda.backends.reference.execution import Embedded, StepBatch
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.linear import Linear, float32_linear
-from pagoda.backends.reference.model.mixers.attention import PagedHeads
+from pagoda.backends.reference.model.mixers.attention.paged import PagedHeads
 from pagoda.backends.reference.model.numerics import Numerics
-from pagoda.backends.reference.weights import rounded_weights
+from pagoda.backends.reference.weights.load import rounded_weights
 from pagoda.common.backend import Weight
 from pagoda.common.engine.steps.contract import RowStart
 from pagoda.common.models.transformers_spec import TransformersSpec

@@ -6,13 +6,15 @@ values' projection. Prefills expand the cached latents to keys and values instea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts, attend
+from pagoda.backends.reference.execution import PackedPrompts
+from pagoda.backends.reference.model.mixers.attention.packed import attend
 from pagoda.backends.reference.model.mixers.latent_attention import IndexQueries
 from pagoda.backends.reference.model.ops import query_growth
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
@@ -25,9 +27,9 @@ from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import latent_p
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import NormWeights, rotated
 from pagoda.backends.torch_cuda.kernels.attention.token_selection import select_tokens
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaCache
+from pagoda.backends.torch_cuda.model.mixers.interface import PROJECTIONS, CudaMixerOps, RotaryTables
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
-from pagoda.common.models.mixers import Indexer, LatentAttention
-from pagoda.common.models.rope import Rope
+from pagoda.common.models.mixers import Indexer, LatentAttention, Mixer
 
 
 class LatentProjections:
@@ -108,7 +110,7 @@ class CudaLatentAttention:
     def __init__(
         self,
         spec: LatentAttention,
-        tables: Mapping[Rope | None, Tensor | None],
+        tables: RotaryTables,
         build: CudaBuildContext,
         prefix: str,
         numbers: tuple[int, ...],
@@ -207,7 +209,7 @@ class CudaLatentAttention:
 
 
 def index_projections(
-    spec: LatentAttention, tables: Mapping[Rope | None, Tensor | None], build: CudaBuildContext, prefix: str
+    spec: LatentAttention, tables: RotaryTables, build: CudaBuildContext, prefix: str
 ) -> IndexProjections | None:
     """Return the projections of the layer's indexer, if it has one."""
     if spec.indexer is None:
@@ -228,9 +230,7 @@ def contexts(batch: CudaStepBatch) -> tuple[Tensor, Tensor]:
 class CudaPackedLatentAttention:
     """One layer's latent attention within each prompt of a step: keys and values of all tokens are expanded."""
 
-    def __init__(
-        self, spec: LatentAttention, tables: Mapping[Rope | None, Tensor | None], build: CudaBuildContext, prefix: str
-    ) -> None:
+    def __init__(self, spec: LatentAttention, tables: RotaryTables, build: CudaBuildContext, prefix: str) -> None:
         self.spec = spec
         self.attention = spec.expanded()
         self.project = LatentProjections(spec, tables[spec.rope], build, prefix)
@@ -267,3 +267,16 @@ def _packed_masks(indexer: IndexProjections, x: Tensor, low_rank: Tensor, batch:
                 :, None
             ]
     return masks
+
+
+def latent_attentions(mixers: Iterable[Mixer]) -> tuple[LatentAttention, ...]:
+    """Return the distinct latent attention mixers."""
+    return tuple(dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, LatentAttention)))
+
+
+LATENT_ATTENTION: Final = CudaMixerOps(
+    LatentAttention,
+    CudaLatentAttention,
+    lambda spec, tables, build, prefix, shared: CudaPackedLatentAttention(spec, tables, build, prefix),
+    fused={**PROJECTIONS, "q_a": "latents", "kv_a": "latents"},
+)

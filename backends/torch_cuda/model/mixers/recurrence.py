@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +13,13 @@ from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_norm import GatedNorm, activated, gated_norm
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaCache
+from pagoda.backends.torch_cuda.model.mixers.interface import CudaMixerOps, RotaryTables
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
+from pagoda.backends.torch_decoder.ops import MixerStep
+from pagoda.common.models.mixers import Recurrent
 from pagoda.common.models.primitives import Norm
+
+SpecT = TypeVar("SpecT", bound=Recurrent)
 
 
 class Recurrence(Protocol):
@@ -79,6 +84,29 @@ class CudaPackedRecurrence:
             positions=int32(torch.arange(length).repeat(count)),
         )
         return self.layer(x, step)
+
+
+def recurrent_ops(
+    kind: type[SpecT],
+    layer: Callable[[SpecT, RotaryTables, CudaBuildContext, str], Recurrence],
+    *,
+    fused: Mapping[str, str],
+    key_heads: Callable[[SpecT], int] = lambda spec: 1,
+) -> CudaMixerOps[SpecT]:
+    """Return what the backend knows of a kind with recurrent state. `layer`: returns its projections and recurrence."""
+
+    def paged(
+        spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str, numbers: tuple[int, ...]
+    ) -> MixerStep:
+        return CudaPagedRecurrence(layer(spec, tables, build, prefix), numbers[0])
+
+    def packed(
+        spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str, shared: int | None
+    ) -> MixerStep:
+        (cache,) = spec.caches()
+        return CudaPackedRecurrence(layer(spec, tables, build, prefix), cache.block_elements(1))
+
+    return CudaMixerOps(kind, paged, packed, fused, key_heads)
 
 
 class RankNorm:

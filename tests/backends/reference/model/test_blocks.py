@@ -24,7 +24,7 @@ from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.quantized.block_kernels import dequantize_blocks
 from pagoda.backends.reference.model.quantized.blocks import BlockMatrix, BlockTable
 from pagoda.backends.reference.model.quantized.compiled import lanes
-from pagoda.backends.reference.weights import Packer
+from pagoda.backends.reference.weights.load import Packer
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.registry import spec_from_config

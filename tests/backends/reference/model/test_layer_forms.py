@@ -18,7 +18,7 @@ from pagoda.backends.reference.execution import make_packed
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.reference.model.numerics import numerics
 from pagoda.backends.reference.pooling import Encoder
-from pagoda.backends.reference.weights import Packer
+from pagoda.backends.reference.weights.load import Packer
 from pagoda.backends.registry import load_backend
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling.values import PoolPlan

@@ -10,13 +10,12 @@ from support.engines.reference_driver import random_weights, tiny_spec
 from support.engines.reference_engine import LIMITS, engine, generate
 from torch import Tensor
 
-from pagoda.backends.reference.model.decoder import make_recurrence
-from pagoda.backends.reference.model.mixers.attention import RotaryTables
 from pagoda.backends.reference.model.mixers.kimi_delta import KDA_CHUNK, channel_rule
 from pagoda.backends.reference.model.mixers.mamba2 import SSD_CHUNK, chunked_scan, recurrent_scan
+from pagoda.backends.reference.model.mixers.rotary import RotaryTables
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.reference.model.numerics import numerics
-from pagoda.backends.reference.weights import Packer
+from pagoda.backends.reference.weights.load import Packer
 from pagoda.common.errors import ModelError
 from pagoda.common.models.mixers import (
     Attention,
@@ -90,8 +89,7 @@ def test_the_cache_holds_the_last_inputs_and_the_states(name: str) -> None:
 def test_any_cut_of_a_sequence_gives_the_outputs_of_tokens_one_by_one(name: str, cuts: tuple[int, ...]) -> None:
     """And the same state after it, for two sequences at a time."""
     spec = model(MIXERS[name])
-    params = Packer(spec, numerics("float32")).pack(random_weights(spec)).layers[0].mixers[0]
-    layer = make_recurrence(MIXERS[name], params)
+    layer = Packer(spec, numerics("float32")).pack(random_weights(spec)).parts["layers.0.mixers.0"]
     x = torch.randn(2 * TOKENS, spec.width, generator=torch.Generator().manual_seed(0))
     rotations = RotaryTables(spec.ropes, TOKENS, torch.float32).at(torch.arange(TOKENS).repeat(2))
     inputs = tuple(part.unflatten(0, (2, TOKENS)) for part in layer.project(x, rotations)[0])

@@ -250,7 +250,7 @@ def test_the_decoder_computes_the_same(name: str) -> None:
     spec = SPEC if name == "TORCH_VARLEN" else tiny_spec(softcap=0.05)
     own, other = (TorchCudaModel(spec, random_weights(spec), 32) for _ in range(2))
     calls = []
-    for layer in other.decoder.layers:
+    for layer in other.decoder.stack.layers:
         layer.mixers[0].prefill = lambda *args: (calls.append(args[1].num_decodes), KINDS[name](*args))
     torch.testing.assert_close(other.logits(TOKENS), own.logits(TOKENS), atol=2e-5, rtol=0)
     assert {0, 1} <= set(calls), "with decodes before it and without"
@@ -263,7 +263,7 @@ def test_decodes_by_flash_attention_compute_the_same() -> None:
     spec = tiny_spec(softcap=0.05)
     own, other = (TorchCudaModel(spec, random_weights(spec), 32) for _ in range(2))
     flash, steps = flash_attn.FlashAttn(stand_in_flash_decode), []
-    for layer in other.decoder.layers:
+    for layer in other.decoder.stack.layers:
         layer.mixers[0].decode = lambda *args: (steps.append(args[1]), flash.decode(*args))[1]
     torch.testing.assert_close(other.logits(TOKENS), own.logits(TOKENS), atol=2e-5, rtol=0)
     assert {0, 1} == {int(step.tiles is None) for step in steps}, "with prefills beside them and without"
@@ -284,7 +284,7 @@ def test_latent_decodes_compute_the_same(name: str) -> None:
     )
     own, other = (TorchCudaModel(spec, random_weights(spec), 32) for _ in range(2))
     steps = []
-    for layer in other.decoder.layers:
+    for layer in other.decoder.stack.layers:
         layer.mixers[0].decode = lambda *args: (steps.append(args[2]), shared(*args))[1]
     torch.testing.assert_close(other.logits(TOKENS), own.logits(TOKENS), atol=2e-5, rtol=0)
     assert {0, 1} == {int(step.tiles is None) for step in steps}, "with prefills beside them and without"

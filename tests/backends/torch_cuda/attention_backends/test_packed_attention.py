@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import attend, make_packed
+from pagoda.backends.reference.execution import make_packed
+from pagoda.backends.reference.model.mixers.attention.packed import attend
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
-from pagoda.backends.torch_cuda.model import encoder
-from pagoda.backends.torch_cuda.model.encoder import VarlenAttention
+from pagoda.backends.torch_cuda.model.mixers.attention import packed
+from pagoda.backends.torch_cuda.model.mixers.attention.packed import VarlenAttention
 from pagoda.common.engine.pooling.values import PoolingRules, PoolPlan
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.rope import Rope
@@ -79,17 +80,17 @@ def test_one_call_is_the_attention_of_each_prompt(function, causal: bool, window
 
 
 def test_what_it_lacks_is_computed_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder, "find_varlen_attn", lambda: new)
+    monkeypatch.setattr(packed, "find_varlen_attn", lambda: new)
     assert VarlenAttention.of(SPEC, torch.bfloat16, GPU) is not None
     for change in ({"softcap": 2.0}, {"sinks": True}, {"chunk": 4}, {"head_dim": 264}, {"value_dim": 8}):
         assert VarlenAttention.of(replace(SPEC, **change), torch.bfloat16, GPU) is None, change
     assert VarlenAttention.of(SPEC, torch.float32, GPU) is None
     assert VarlenAttention.of(SPEC, torch.bfloat16, CPU) is None
-    monkeypatch.setattr(encoder, "find_varlen_attn", lambda: None)
+    monkeypatch.setattr(packed, "find_varlen_attn", lambda: None)
     assert VarlenAttention.of(SPEC, torch.bfloat16, GPU) is None
 
 
 def test_torch_has_it() -> None:
-    function = encoder.find_varlen_attn()
+    function = packed.find_varlen_attn()
     assert function is not None
     assert VarlenAttention.with_function(SPEC, function) is not None

@@ -133,7 +133,7 @@ def test_a_decode_step_does_not_synchronize(kind: str, comm: Comm, monkeypatch: 
     """On a device without memory, where any look at a value is an error: so the step can be captured in a graph."""
     spec = SPECS.get(kind) or with_full_norm(SPECS["window"])
     monkeypatch.setattr(decode_attention, "decode_attention_reference", lambda q, *_: q)
-    monkeypatch.setattr("pagoda.backends.torch_cuda.model.decoder.moe", lambda x, *_, **__: x)
+    monkeypatch.setattr("pagoda.backends.torch_cuda.model.feed_forward.moe", lambda x, *_, **__: x)
     meta, shard, layout = torch.device("meta"), RankShard(comm.rank, comm.size), kv_layout(spec, 4)
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,8 @@ from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import make_tiles
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_norm import GatedNorm, gated_norm
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
-from pagoda.backends.torch_cuda.model.mixers.layers import make_recurrence
+from pagoda.backends.torch_cuda.model.mixers.recurrence import CudaPagedRecurrence
+from pagoda.backends.torch_cuda.model.mixers.registry import ops_of
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard
 from pagoda.backends.torch_cuda.weights.load import Loader
@@ -77,7 +78,9 @@ class Layer:
         loader = Loader(self.spec, RankShard(), self.dtype, poisoned)
         loader.fill(self.weights.items())
         build = CudaBuildContext(loader.params, device, SINGLE_RANK, own_kernels(device), self.spec.width)
-        layer = make_recurrence(self.mixer, {None: None}, build, "layers.0.mixers.0")
+        mixer = ops_of(self.mixer).paged(self.mixer, {None: None}, build, "layers.0.mixers.0", (0,))
+        assert isinstance(mixer, CudaPagedRecurrence)
+        layer = mixer.layer
         done, parts = [0] * 4, [[] for _ in range(4)]
         for counts in STEPS:
             step, rows = self.step(counts, done)

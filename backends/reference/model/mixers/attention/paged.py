@@ -6,164 +6,20 @@ blocks that another one fills in the same step).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backends.reference.execution import CacheSpan, StepBatch
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.ops import (
-    alibi,
-    deinterleave,
-    norm,
-    query_growth,
-    sigmoid,
-    softcap,
-    softmax,
-)
+from pagoda.backends.reference.model.mixers.attention.projection import AttentionParams, Projection, score_bias
+from pagoda.backends.reference.model.mixers.rotary import Rotations
+from pagoda.backends.reference.model.ops import query_growth, softcap, softmax
 from pagoda.backends.reference.programs.operators import CacheWriter, HeadShape, Operators
-from pagoda.backends.reference.weights import AttentionParams, NormParams
 from pagoda.common.models.mixers import Attention
-from pagoda.common.models.primitives import Norm
-from pagoda.common.models.rope import Rope, cos_sin
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """Rotates heads by the positions of one step's tokens; channel i of the first `dim` pairs with i + dim/2.
-
-    Channels from `dim` on are not rotated. `interleaved`: channel 2i pairs with 2i + 1, and the result has them at i
-    and i + dim/2.
-    """
-
-    tables: tuple[Tensor, Tensor]  # cos and sin [max_len, 1, dim]; sin includes the sign of its half
-    positions: Tensor  # int64 [T]
-    dim: int
-    interleaved: bool = False
-
-    @cached_property
-    def cos(self) -> Tensor:
-        """[T, 1, dim]."""
-        return self.tables[0][self.positions]
-
-    @cached_property
-    def sin(self) -> Tensor:
-        """[T, 1, dim]."""
-        return self.tables[1][self.positions]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """X [T, n, H] -> [T, n, H]."""
-        if self.interleaved:
-            x = deinterleave(x, self.dim)
-        if self.dim == x.shape[-1]:
-            return torch.addcmul(x * self.cos, x.roll(self.dim // 2, -1), self.sin)
-        head = x[..., : self.dim]
-        tail = x[..., self.dim :]
-        rotated = torch.addcmul(head * self.cos, head.roll(self.dim // 2, -1), self.sin)
-        return torch.cat((rotated, tail), -1)
-
-
-Rotations = dict[Rope | None, Rotation | None]
-"""The rotation of each Rope of the model in one step; None maps to None."""
-
-
-class RotaryTables:
-    """Tables of cos and sin [max_len, 1, dim] in the compute dtype, computed in float64, per distinct Rope."""
-
-    def __init__(self, ropes: Iterable[Rope], max_len: int, dtype: torch.dtype) -> None:
-        positions = np.arange(max_len)
-        self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
-        for rope in ropes:
-            cos, sin = cos_sin(rope, max_len, positions)
-            both = np.concatenate([cos, cos], -1)[:, None], np.concatenate([-sin, sin], -1)[:, None]
-            self._tables[rope] = torch.from_numpy(both[0]).to(dtype), torch.from_numpy(both[1]).to(dtype)
-
-    def at(self, positions: Tensor) -> Rotations:
-        """Return the rotations at positions int64 [T]."""
-        rotations: Rotations = {None: None}
-        for rope, tables in self._tables.items():
-            rotations[rope] = Rotation(tables, positions, rope.dim, rope.interleaved)
-        return rotations
-
-
-class Projection:
-    """One layer's projections around attention."""
-
-    def __init__(
-        self, spec: Attention, params: AttentionParams, head_norm: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        """`head_norm`: computes the QK norm of heads [T, N + K, H]."""
-        self.spec = spec
-        self.params = params
-        self._normalise = self._normalise_parts if head_norm is None else head_norm
-
-    def __call__(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """X [T, D] -> queries [T, N, H], keys [T, K, H] and values [T, K, V], normalised and rotated."""
-        spec = self.spec
-        heads, values = self.before_rotation(x)
-        if rotation is not None:
-            heads = rotation(heads)
-        if spec.qk_norm_after_rope:
-            heads = self._normalise(heads)
-        return heads[:, : spec.heads], heads[:, spec.heads :], values
-
-    def before_rotation(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """X [T, D] -> queries and keys [T, N + K, H], normalised if that comes before RoPE, and values [T, K, V]."""
-        spec = self.spec
-        projected = self.params.qkv(x)
-        count = spec.heads + spec.kv_heads
-        if spec.qkv_clip is not None:
-            projected = projected.clamp(-spec.qkv_clip, spec.qkv_clip)
-        heads = projected[:, : count * spec.head_dim].view(len(x), count, spec.head_dim)
-        if not spec.qk_norm_after_rope:
-            heads = self._normalise(heads)
-        values = projected[:, count * spec.head_dim :].view(len(x), spec.kv_heads, spec.value_width)
-        return heads, values if spec.value_norm is None else norm(values, spec.value_norm, None)
-
-    def queries(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        """X [T, D] -> queries [T, N, H] of a mixer that reads another layer's K and V."""
-        spec = self.spec
-        q_norm = self.params.q_norm
-        queries = self.params.qkv(x).view(x.shape[0], spec.heads, spec.head_dim)
-        if spec.qkv_clip is not None:
-            queries = queries.clamp(-spec.qkv_clip, spec.qkv_clip)
-        if spec.qk_norm_after_rope and rotation is not None:
-            queries = rotation(queries)
-        if spec.qk_norm is not None:
-            queries = self._normalise_part(queries, spec.qk_norm, q_norm)
-        return queries if spec.qk_norm_after_rope or rotation is None else rotation(queries)
-
-    def out(self, heads: Tensor, x: Tensor) -> Tensor:
-        """Attended heads [T, N*V] and the layer's input x [T, D], of which the output gate is computed -> [T, D]."""
-        if self.params.gate is None:
-            return self.params.out(heads)
-        gate = sigmoid(self.params.gate(x))
-        if self.spec.gate_per_head:
-            gate = gate.repeat_interleave(self.spec.value_width, 1)
-        return self.params.out(heads * gate)
-
-    def _normalise_parts(self, heads: Tensor) -> Tensor:
-        """Apply the QK norm, if any, to heads [T, N+K, H]."""
-        spec = self.spec
-        params = self.params
-        if spec.qk_norm is None:
-            return heads
-        parts = (heads[:, : spec.heads], params.q_norm), (heads[:, spec.heads :], params.k_norm)
-        return torch.cat([self._normalise_part(h, spec.qk_norm, p) for h, p in parts], dim=1)
-
-    def _normalise_part(self, heads: Tensor, spec: Norm, params: NormParams | None) -> Tensor:
-        if params is None:
-            assert not spec.scale, "the weights are complete"
-            return norm(heads, spec, None)
-        if self.spec.qk_norm_over == "full":
-            return norm(heads.flatten(1), spec, params.weight, params.bias).view(heads.shape)
-        return norm(heads, spec, params.weight, params.bias)
 
 
 class PagedHeads:
@@ -227,7 +83,7 @@ class PagedHeads:
         spec = self.spec
         if spec.alibi_slopes is not None or self.bias is not None:
             tokens = q.shape[1] * q.shape[2] // spec.heads
-            added = alibi(spec, tokens, k.shape[2], q) if self.bias is None else _at(self.bias, tokens, k.shape[2])
+            added = score_bias(spec, tokens, k.shape[2], q) if self.bias is None else _at(self.bias, tokens, k.shape[2])
             bias = added.reshape(1, q.shape[1], -1, k.shape[2])
             bias = bias if span.mask is None else bias.masked_fill(~span.mask, float("-inf"))
             if span.causal:

@@ -6,22 +6,15 @@ device. Axis letters: T tokens, D width, L layers, A streams, P channels of a pe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.pointwise import activation
-from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, lookup
+from pagoda.backends.torch_decoder.ops import DecoderOps, LayerStep, Stream
 from pagoda.common.models.spec import AltUp, Layer, ModelSpec, PerLayerEmbedding
-
-Stream = tuple[Tensor | None, Tensor]
-"""(residual stream [T, D], None for zero; update [T, D] to be added to it)."""
-
-LayerStep = Callable[..., Stream]
-"""(stream, the mixers' other inputs) -> stream."""
 
 _SMALLEST_SQUARE: Final = 1e-5
 """Of the mean square of a projection that is scaled to another's."""
@@ -29,17 +22,12 @@ _SMALLEST_SQUARE: Final = 1e-5
 
 def run_layers(
     layers: Sequence[LayerStep],
-    first: FirstStreams | None,
+    first: FirstStreams,
     token_ids: Tensor,
     x: Tensor,
     *mixer_inputs: object,
 ) -> Stream:
     """Run the layers on first hidden states x [T, D] of token_ids [T]. `first`: see `make_first_streams`."""
-    stream: Stream = None, x
-    if first is None:
-        for layer in layers:
-            stream = layer(stream, *mixer_inputs)
-        return stream
     stream, parts = first(token_ids, x)
     kept: dict[int, Tensor] = {}
     for index, layer in enumerate(layers):
@@ -47,36 +35,36 @@ def run_layers(
     return first.last(stream)
 
 
-def make_first_streams(spec: ModelSpec, build: CudaBuildContext) -> FirstStreams | None:
+def make_first_streams(spec: ModelSpec, ops: DecoderOps) -> FirstStreams | None:
     """Return what comes before and after the layers; None: they follow each other and nothing else happens."""
     changed = any(layer.output_scale or layer.block is not None or layer.blend is not None for layer in spec.layers)
     plain = spec.per_layer is None and spec.alt_up is None and not changed
-    return None if plain else FirstStreams(spec, build)
+    return None if plain else FirstStreams(spec, ops)
 
 
-def with_streams(spec: ModelSpec, index: int, layer: LayerStep, build: CudaBuildContext) -> LayerStep:
+def with_streams(spec: ModelSpec, index: int, layer: LayerStep, ops: DecoderOps) -> LayerStep:
     """Return a layer with what happens at its ends, if the model has any of it."""
     prefix = f"layers.{index}"
-    add_part = None if spec.per_layer is None else PartUpdate(spec.per_layer, index, build, prefix)
+    add_part = None if spec.per_layer is None else PartUpdate(spec.per_layer, index, ops, prefix)
     if spec.alt_up is not None:
-        return AlternatingLayer(spec.alt_up, layer, add_part, build, prefix)
+        return AlternatingLayer(spec.alt_up, layer, add_part, ops, prefix)
     if spec.layers[index].block is not None:
         return layer  # reads the first hidden states
-    if make_first_streams(spec, build) is None:
+    if make_first_streams(spec, ops) is None:
         return layer
-    return EndedLayer(spec.layers[index], layer, add_part, build, prefix)
+    return EndedLayer(spec.layers[index], layer, add_part, ops, prefix)
 
 
 class FirstStreams:
     """The streams before the first layer, before layers with a blend, and what is left of them after the last."""
 
-    def __init__(self, spec: ModelSpec, build: CudaBuildContext) -> None:
-        self.alt_up = spec.alt_up
+    def __init__(self, spec: ModelSpec, ops: DecoderOps) -> None:
+        self.ops = ops
         self.read_later = spec.blended
         self.blocks = any(layer.block is not None for layer in spec.layers)
         self.blends = tuple(layer.blend for layer in spec.layers)
-        self.parts = None if spec.per_layer is None else CudaLayerParts(spec.per_layer, build)
-        self.project_in, self.project_out = (build.params.get(f"alt_up.{name}") for name in ("in", "out"))
+        self.parts = None if spec.per_layer is None else PerLayerParts(spec.per_layer, ops)
+        self.project_in, self.project_out = (ops.get(f"alt_up.{name}") for name in ("in", "out"))
 
     def __call__(self, token_ids: Tensor, x: Tensor) -> tuple[Stream, Tensor | None]:
         """Return the stream, or several as an update [A, T, D], and the per-layer embeddings [T, L, P].
@@ -97,7 +85,7 @@ class FirstStreams:
         residual, update = stream
         if blend is None and index not in self.read_later:
             return stream
-        x = update if residual is None else residual + update
+        x = self.ops.add(residual, update)
         if index in self.read_later:
             kept[index] = x
         return None, x if blend is None else torch.lerp(x, kept[blend.layer], blend.share)
@@ -111,21 +99,20 @@ class FirstStreams:
         return None, torch.cat((streams[:1], _rescaled(others, streams[0]))).mean(0)
 
 
-class CudaLayerParts:
+class PerLayerParts:
     """The per-layer embeddings of a step's tokens, of which each layer reads its part."""
 
-    def __init__(self, spec: PerLayerEmbedding, build: CudaBuildContext) -> None:
+    def __init__(self, spec: PerLayerEmbedding, ops: DecoderOps) -> None:
         self.spec = spec
-        self.comm = build.comm
-        self.table = build.params["per_layer.table"]
-        self.project = build.linear("per_layer.projection")
-        self.norm = build.norm(spec.norm, "per_layer.norm")
+        self.ops = ops
+        self.project = ops.linear("per_layer.projection")
+        self.norm = ops.norm(spec.norm, "per_layer.norm")
 
     def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
         """Return [T, L, P] of token_ids [T] and first hidden states x [T, D]."""
         spec = self.spec
         known = token_ids.masked_fill(token_ids >= spec.vocab, 0)
-        tokens = lookup(self.table, known, self.comm) * spec.width**0.5
+        tokens = self.ops.rows("per_layer.table", known).to(x.dtype) * spec.width**0.5
         projected = self.project(x).view(-1, spec.width) * x.shape[1] ** -0.5
         return ((self.norm(projected, None)[0].view(tokens.shape) + tokens) * 2**-0.5).view(len(x), -1, spec.width)
 
@@ -133,17 +120,16 @@ class CudaLayerParts:
 class PartUpdate:
     """What a layer's part of the per-layer embedding adds at its end."""
 
-    def __init__(self, spec: PerLayerEmbedding, index: int, build: CudaBuildContext, prefix: str) -> None:
+    def __init__(self, spec: PerLayerEmbedding, index: int, ops: DecoderOps, prefix: str) -> None:
         self.index = index
-        self.activation = spec.activation
-        self.use_kernel = build.device.use_kernels
-        self.gate = build.linear(f"{prefix}.per_layer.gate")
-        self.out = build.linear(f"{prefix}.per_layer.out")
-        self.norm = build.norm(spec.norm, f"{prefix}.per_layer.norm")
+        self.activate = ops.activation(spec.activation)
+        self.gate = ops.linear(f"{prefix}.per_layer.gate")
+        self.out = ops.linear(f"{prefix}.per_layer.out")
+        self.norm = ops.norm(spec.norm, f"{prefix}.per_layer.norm")
 
     def __call__(self, x: Tensor, parts: Tensor) -> Tensor:
         """Return [T, D] of x [T, D] and the parts of all layers [T, L, P]."""
-        gate = activation.plain(self.gate(x), self.activation, use_kernel=self.use_kernel)
+        gate = self.activate(self.gate(x))
         return self.norm(self.out(gate * parts[:, self.index]), None)[0]
 
 
@@ -151,36 +137,39 @@ class EndedLayer:
     """A layer, then the per-layer embedding's update and the scale of the output, as far as the model has them."""
 
     def __init__(
-        self, spec: Layer, layer: LayerStep, add_part: PartUpdate | None, build: CudaBuildContext, prefix: str
+        self, spec: Layer, layer: LayerStep, add_part: PartUpdate | None, ops: DecoderOps, prefix: str
     ) -> None:
+        self.ops = ops
         self.layer = layer
         self.add_part = add_part
-        self.scale = build.params[f"{prefix}.output_scale"] if spec.output_scale else None
+        self.scale = ops.tensor(f"{prefix}.output_scale") if spec.output_scale else None
 
     def __call__(self, stream: Stream, parts: Tensor | None, *mixer_inputs: object) -> Stream:
         residual, update = self.layer(stream, *mixer_inputs)
         if self.add_part is not None and parts is not None:
-            residual = update if residual is None else residual + update
+            residual = self.ops.add(residual, update)
             update = self.add_part(residual, parts)
         if self.scale is None:
             return residual, update
-        return None, (update if residual is None else residual + update) * self.scale
+        return None, self.ops.add(residual, update) * self.scale
 
 
 class AlternatingLayer:
     """A layer on one of several streams, from which the others are predicted and corrected; see `AltUp`."""
 
     def __init__(
-        self, spec: AltUp, layer: LayerStep, add_part: PartUpdate | None, build: CudaBuildContext, prefix: str
+        self, spec: AltUp, layer: LayerStep, add_part: PartUpdate | None, ops: DecoderOps, prefix: str
     ) -> None:
-        params = build.params
+        self.ops = ops
         self.spec = spec
         self.layer = layer
         self.add_part = add_part
-        self.norm = build.norm(spec.norm, f"{prefix}.alt_up.norm")
-        self.router = params[f"{prefix}.alt_up.router"]
-        self.prediction, self.correction = (params[f"{prefix}.alt_up.{name}"] for name in ("prediction", "correction"))
-        self.scale = params[f"{prefix}.alt_up.scale"] if spec.scaled else None
+        self.norm = ops.norm(spec.norm, f"{prefix}.alt_up.norm")
+        self.router = ops.tensor(f"{prefix}.alt_up.router")
+        self.prediction, self.correction = (
+            ops.tensor(f"{prefix}.alt_up.{name}") for name in ("prediction", "correction")
+        )
+        self.scale = ops.tensor(f"{prefix}.alt_up.scale") if spec.scaled else None
 
     def __call__(self, stream: Stream, parts: Tensor | None, *mixer_inputs: object) -> Stream:
         spec = self.spec
@@ -190,7 +179,7 @@ class AlternatingLayer:
         mixing = F.linear(self._modes(streams[active]), self.prediction).view(-1, count, count)
         predicted = streams + torch.bmm(mixing, streams.transpose(0, 1)).transpose(0, 1)
         residual, update = self.layer((None, predicted[active].contiguous()), *mixer_inputs)
-        y = update if residual is None else residual + update
+        y = self.ops.add(residual, update)
         correction = 1 + F.linear(self._modes(y), self.correction)  # [T, A]
         streams = predicted + correction.T[:, :, None] * (y - predicted[active])
         if self.add_part is not None and parts is not None:

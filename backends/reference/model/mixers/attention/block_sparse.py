@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts, StepBatch, attend
+from pagoda.backends.reference.execution import PackedPrompts, StepBatch
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.mixers.attention import Projection, Rotations
+from pagoda.backends.reference.model.mixers.attention.packed import attend
+from pagoda.backends.reference.model.mixers.attention.projection import AttentionParams, Projection
+from pagoda.backends.reference.model.mixers.rotary import Rotations
 from pagoda.backends.reference.model.ops import norm, select_blocks
-from pagoda.backends.reference.weights import AttentionParams
 from pagoda.common.models.mixers import Attention
 
 

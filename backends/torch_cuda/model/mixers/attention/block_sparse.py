@@ -18,11 +18,11 @@ from pagoda.backends.torch_cuda.kernels.attention.block_selection import Selecte
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention import decode_attention, even_pieces
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import rotated
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaCache, CudaLayerCache
-from pagoda.backends.torch_cuda.model.mixers.attention import CudaAttention
+from pagoda.backends.torch_cuda.model.mixers.attention.paged import CudaAttention
+from pagoda.backends.torch_cuda.model.mixers.interface import RotaryTables
 from pagoda.backends.torch_cuda.model.mixers.latent_attention import contexts
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
 from pagoda.common.models.mixers import Attention, BlockIndexer
-from pagoda.common.models.rope import Rope
 
 MAX_SEQUENCES: Final = 65535
 """Sequences of a launch of decode attention, the extent of a grid's last axis."""
@@ -35,7 +35,7 @@ class CudaBlockIndex:
         self,
         attention: Attention,
         spec: BlockIndexer,
-        tables: Mapping[Rope | None, Tensor | None],
+        tables: RotaryTables,
         build: CudaBuildContext,
         prefix: str,
     ) -> None:
@@ -62,7 +62,7 @@ class CudaBlockAttention(CudaAttention):
     def __init__(
         self,
         spec: Attention,
-        tables: Mapping[Rope | None, Tensor | None],
+        tables: RotaryTables,
         build: CudaBuildContext,
         prefix: str,
         numbers: tuple[int, ...],

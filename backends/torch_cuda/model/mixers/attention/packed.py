@@ -1,94 +1,38 @@
-"""Encoder for pooling models: whole prompts in one pass, without a KV cache; causal or not, as the spec says."""
+"""Grouped-query attention within each prompt of a step, without a KV cache; causal or not, as the spec says."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts, attend
+from pagoda.backends.reference.execution import PackedPrompts
+from pagoda.backends.reference.model.mixers.attention.packed import attend
 from pagoda.backends.reference.model.ops import query_growth
-from pagoda.backends.torch_cuda.attention_backends.triton import own_kernels
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import RopeCache, rope_queries
-from pagoda.backends.torch_cuda.model.decoder import MixerStep, make_layers
-from pagoda.backends.torch_cuda.model.mixers.attention import make_preparation, per_head_norm, projection, value_norm
-from pagoda.backends.torch_cuda.model.mixers.block_sparse import CudaBlockIndex, packed_masks
-from pagoda.backends.torch_cuda.model.mixers.latent_attention import CudaPackedLatentAttention
-from pagoda.backends.torch_cuda.model.mixers.layers import make_recurrence
-from pagoda.backends.torch_cuda.model.mixers.recurrence import CudaPackedRecurrence
-from pagoda.backends.torch_cuda.model.parameters import RankParams
-from pagoda.backends.torch_cuda.model.parts import (
-    CudaBuildContext,
-    CudaTokenEmbedding,
-    rotary_tables,
+from pagoda.backends.torch_cuda.model.mixers.attention.block_sparse import CudaBlockIndex, packed_masks
+from pagoda.backends.torch_cuda.model.mixers.attention.paged import (
+    make_preparation,
+    per_head_norm,
+    projection,
+    value_norm,
 )
-from pagoda.backends.torch_cuda.model.streams import make_first_streams, run_layers
-from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK
-from pagoda.common.models.mixers import Attention, LatentAttention, Mixer
-from pagoda.common.models.rope import Rope
-from pagoda.common.models.spec import ModelSpec
+from pagoda.backends.torch_cuda.model.mixers.interface import RotaryTables
+from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
+from pagoda.common.models.mixers import Attention
 
 PAGE = 16
 """Tokens per page of the temporary K and V; slot 0 is unused."""
 
 
-class CudaEncoder:
-    """A batch of prompts in, hidden states out, without synchronizing with the host."""
-
-    def __init__(self, spec: ModelSpec, params: RankParams, device: Device, max_len: int) -> None:
-        params = params.with_shared_blocks(spec.shared_blocks)
-        build = CudaBuildContext(params, device, SINGLE_RANK, own_kernels(device), spec.width)
-        tables = rotary_tables(spec.ropes, max_len, device.torch)
-        readers = Counter(numbers for layer in spec.cache_numbers for numbers in layer)
-        shared = frozenset(number for numbers, count in readers.items() for number in numbers if count > 1)
-        self.embed = CudaTokenEmbedding(spec.embedding, build)
-        self.first = make_first_streams(spec, build)
-        self.layers = make_layers(
-            spec,
-            build,
-            lambda mixer, prefix, numbers: make_packed_mixer(mixer, tables, build, prefix, numbers, shared),
-        )
-        self.final_norm = build.norm(spec.final_norm, "final_norm")
-        self.embed_out = build.linear("embed_out") if params.get("embed_out") is not None else None
-
-    def hidden(self, batch: PackedPrompts) -> Tensor:
-        """Return hidden states [T, D] after the last norm."""
-        x = self.embed(batch.token_ids, batch.positions, batch.token_types)
-        kept: SharedKeysValues = {}
-        residual, update = run_layers(self.layers, self.first, batch.token_ids, x, batch, kept)
-        hidden = self.final_norm(update, residual)[0]
-        return hidden if self.embed_out is None else self.embed_out(hidden)
-
-
 SharedKeysValues = dict[int, tuple[Tensor, Tensor]]
 """K and V [T, K, H] of layers whose cache, by number, later layers read."""
-
-
-def make_packed_mixer(
-    spec: Mixer,
-    tables: Mapping[Rope | None, Tensor | None],
-    build: CudaBuildContext,
-    prefix: str,
-    numbers: tuple[int, ...],
-    shared: frozenset[int],
-) -> MixerStep:
-    """Return the mixer within each prompt. `numbers`: of its caches; `shared`: of those that several layers read."""
-    match spec:
-        case Attention():
-            number = numbers[0]
-            return CudaPackedAttention(spec, tables, build, prefix, number if number in shared else None)
-        case LatentAttention():
-            return CudaPackedLatentAttention(spec, tables, build, prefix)
-        case _:
-            (cache,) = spec.caches()
-            return CudaPackedRecurrence(make_recurrence(spec, tables, build, prefix), cache.block_elements(1))
 
 
 class CudaPackedAttention:
@@ -100,7 +44,7 @@ class CudaPackedAttention:
     def __init__(
         self,
         spec: Attention,
-        tables: Mapping[Rope | None, Tensor | None],
+        tables: RotaryTables,
         build: CudaBuildContext,
         prefix: str,
         shared: int | None,

@@ -21,9 +21,9 @@ from pagoda.backends.torch_cuda.kernels.attention.rope_cache import NormWeights,
 from pagoda.backends.torch_cuda.kernels.attention.shared import HeadTerms, ScoreRules
 from pagoda.backends.torch_cuda.kernels.pointwise.norm import RowNorm
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache
-from pagoda.backends.torch_cuda.model.parameters import Linear
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
+from pagoda.backends.torch_decoder.ops import Linear
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
 

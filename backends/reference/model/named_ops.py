@@ -1,0 +1,137 @@
+"""The functions that a decoder is assembled from on a CPU, over packed parameters by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backends.reference.model.adapters import AdapterMatrices
+from pagoda.backends.reference.model.numerics import Numerics
+from pagoda.backends.reference.model.ops import activation, norm
+from pagoda.backends.reference.model.params import ModelParams
+from pagoda.backends.reference.model.quantized.blocks import look_up
+from pagoda.backends.reference.programs.operators import Operators
+from pagoda.backends.torch_decoder.ops import Linear, NormStep, Stream
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import Activation, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceOps:
+    """Implements torch_decoder.ops.DecoderOps."""
+
+    parts: Mapping[str, Any]  # as `named_parts` returns them
+    numerics: Numerics
+    native: Operators | None = None  # compiled kernels, in place of torch's operators
+    adapters: AdapterMatrices | None = None  # those whose slots the layers have
+
+    @property
+    def table_dtype(self) -> torch.dtype:
+        return self.numerics.weights
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.numerics.compute
+
+    def has(self, name: str) -> bool:
+        return name in self.parts
+
+    def get(self, name: str) -> Tensor | None:
+        return self.parts.get(name)
+
+    def tensor(self, name: str) -> Tensor:
+        tensor = self.parts[name]
+        assert isinstance(tensor, Tensor), f"{name} is packed"
+        return tensor
+
+    def linear(self, name: str) -> Linear:
+        part = self.parts[name]
+        return partial(F.linear, weight=part) if isinstance(part, Tensor) else part
+
+    def rows(self, name: str, token_ids: Tensor) -> Tensor:
+        x = look_up(token_ids, self.parts[name])
+        return x if name != "embed" or self.adapters is None else self.adapters.add_to_embeddings(token_ids, x)
+
+    def activation(self, name: Activation) -> Linear:
+        return activation(name)
+
+    def add(self, residual: Tensor | None, update: Tensor) -> Tensor:
+        if residual is None:
+            return update
+        return residual + update if self.native is None else self.native.add(residual, update)
+
+    def add_both(self, residual: Tensor | None, first: Tensor, second: Tensor) -> Stream:
+        return self.add(residual, first), second
+
+    def norm(self, spec: Norm | None, name: str) -> NormStep:
+        normalise = self._normalise(spec, name)
+
+        def step(update: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            total = self.add(residual, update)
+            return normalise(total), total
+
+        return step
+
+    def rounding_norm(self, spec: Norm | None, name: str, reader: str | None) -> NormStep:
+        return self.norm(spec, name)
+
+    def _normalise(self, spec: Norm | None, name: str) -> Linear:
+        """Return the norm as a function of x [T, D]; the identity if there is no norm."""
+        if spec is None:
+            return lambda x: x
+        params = self.parts.get(name)
+        if params is None:
+            assert not spec.scale, "the weights are complete"
+            return lambda x: norm(x, spec, None)
+        if isinstance(params, Tensor):
+            return lambda x: norm(x, spec, params)
+        alone = name == "embed_norm" or ".block." in name  # computed by torch's operators
+        if spec.kind == "rms" and params.bias is None and self.native is not None and not alone:
+            compiled = self.native.norm(params.weight, spec.eps, unit_offset=spec.unit_offset)
+            if compiled is not None:
+                return compiled
+        if spec.kind == "rms" and params.weight.dtype == torch.float32:
+            return _rms(params.weight + 1 if spec.unit_offset else params.weight, spec.eps)
+        return lambda x: norm(x, spec, params.weight, params.bias)
+
+
+def _rms(weight: Tensor, eps: float) -> Linear:
+    """RMSNorm in float32 with half as many operations as torch's."""
+    epsilon = torch.tensor(eps)
+    per_element = 1.0 / weight.shape[0]
+
+    def rms(x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * torch.addcmul(epsilon, length, length, value=per_element).rsqrt_()).mul_(weight)
+
+    return rms
+
+
+def named_parts(spec: ModelSpec, params: ModelParams) -> dict[str, Any]:
+    """Return the parts of a model with those of each input block under the names of the layer that uses them."""
+    parts = dict(params.parts)
+    for index, layer in enumerate(spec.layers):
+        if layer.block is None:
+            continue
+        own = f"layers.{index}"
+        first = f"layers.{layer.block.weights_of}"
+        for name in ("block.norm", "block.ffn_norm"):
+            if (norm := params.parts.get(f"{first}.{name}")) is not None:
+                parts[f"{own}.{name}"] = norm
+        attention = params.parts[f"{first}.mixers.0"]
+        ffn = params.parts[f"{first}.block.ffn"]
+        qkv = _sum(attention.qkv, parts.get(f"{own}.block.qkv_adapter"))
+        inner = _sum(ffn.inner, parts.get(f"{own}.block.inner_adapter"))
+        parts[f"{own}.mixers.0"] = replace(attention, qkv=qkv)
+        parts[f"{own}.block.ffn"] = replace(ffn, inner=inner)
+    return parts
+
+
+def _sum(layer: Linear, adapter: Linear | None) -> Linear:
+    return layer if adapter is None else lambda x: layer(x) + adapter(x)
