@@ -1,0 +1,127 @@
+"""Count the product files that name a mixer, a quantisation scheme, a request field or a metric.
+
+    python tools/rooms.py [--list]
+
+What belongs to one kind stands in one place per layer of the system, and everybody else asks a registry. A file names
+a kind if the name is an identifier, an imported name or a whole string in it; comments and docstrings do not count.
+`tests/repository/test_rooms.py` holds the limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from structure import ROOT, Tree
+
+MIXERS: Final = "common/models/mixers/"
+MIXER_ROOMS: Final = (
+    MIXERS,
+    "common/models/families/",
+    "backends/reference/model/mixers/",
+    "backends/reference/model/naive/",
+    "backends/torch_cuda/model/mixers/",
+    "backends/jax_tpu/model/mixers/",
+)
+"""Where a mixer's class may be named: its specification, its families, its room per backend, the readable definition."""
+
+SCHEMES: Final = ("Float8", "Int8", "Int4", "Mxfp4", "Nvfp4", "Codes4", "Blocks")
+"""The members of `Scheme`."""
+
+
+def names_of(tree: ast.Module) -> set[str]:
+    """Return the identifiers, imported names and strings of a module, docstrings apart."""
+    documented = {id(text) for node in ast.walk(tree) for text in _docstrings(node)}
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) | ast.keyword(arg=str(name)):
+                names.add(name)
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.arg(arg=name):
+                names.add(name)
+            case ast.Constant(value=str(text)) if id(node) not in documented:
+                names.add(text)
+    return names
+
+
+def _docstrings(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the expressions that are strings on their own: docstrings, and comments on fields."""
+    body = getattr(node, "body", None)
+    for statement in body if isinstance(body, list) else []:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            yield statement.value
+
+
+def files_by_name(tree: Tree) -> Mapping[str, set[str]]:
+    """Name -> the product files that have it."""
+    files: dict[str, set[str]] = defaultdict(set)
+    for module, syntax in tree.syntax.items():
+        for name in names_of(syntax):
+            files[name].add(tree.relative(module))
+    return files
+
+
+def mixers(tree: Tree) -> list[str]:
+    """Return the class names in the union `Mixer`, those of its parts included."""
+    unions: dict[str, list[str]] = {}
+    for module, syntax in tree.syntax.items():
+        if tree.relative(module).startswith(MIXERS):
+            for node in syntax.body:
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
+                    (target,) = node.targets
+                    unions[ast.unparse(target)] = [part.strip() for part in ast.unparse(node.value).split("|")]
+    parts = list(unions["Mixer"])
+    while any(part in unions for part in parts):
+        parts = [inner for part in parts for inner in unions.get(part, [part])]
+    return parts
+
+
+def outside_rooms(tree: Tree) -> dict[str, list[str]]:
+    """Mixer -> the files outside its rooms that name it."""
+    files = files_by_name(tree)
+    return {
+        mixer: [path for path in sorted(files[mixer]) if not path.startswith(MIXER_ROOMS)] for mixer in mixers(tree)
+    }
+
+
+def request_fields() -> list[str]:
+    """Return the fields of a chat request that pagoda honours and whose names are no common words."""
+    from pagoda.server.api.openai.chat import ChatCompletionRequest
+    from pagoda.server.http.body import is_hint, is_unsupported
+
+    fields = ChatCompletionRequest.model_fields
+    honoured = [name for name, field in fields.items() if not is_hint(field) and not is_unsupported(field)]
+    return [name for name in honoured if "_" in name]
+
+
+def metric_names(files: Mapping[str, set[str]]) -> list[str]:
+    """Return the names of metrics: strings that begin with a prefix of ours."""
+    return sorted(name for name in files if name.startswith(("vllm:", "pagoda:")) and " " not in name)
+
+
+def main() -> int:
+    """Print the counts; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the files, too")
+    args = parser.parse_args()
+    tree = Tree(ROOT)
+    files = files_by_name(tree)
+    for mixer, paths in outside_rooms(tree).items():
+        print(f"{mixer}: {len(files[mixer])} files, {len(paths)} outside its rooms")
+        if args.list:
+            print(*(f"    {path}" for path in paths), sep="\n")
+    for kind, names in (("scheme", SCHEMES), ("field", request_fields()), ("metric", metric_names(files))):
+        rows = sorted(((len(files[name]), name) for name in names), reverse=True)[:12]
+        print(f"{kind}s in most files: {', '.join(f'{name} {count}' for count, name in rows)}")
+        if args.list:
+            for _, name in rows[:4]:
+                print(f"  {name}: {', '.join(sorted(files[name]))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
