@@ -248,7 +248,7 @@ class RowStates:
         width = 1 if plan.num_drafts is None else 1 + int(plan.num_drafts.max(initial=0))
         tokens = self._tokens(plan.rows, width)
         if plan.num_drafts is not None:
-            tokens = self._accepted(plan, tokens)
+            tokens = self._accepted(plan, plan.num_drafts, tokens)
         tokens[~plan.samples] = -1
         if masks is not None:
             _apply_masks(tokens, masks)
@@ -268,14 +268,13 @@ class RowStates:
                 tokens[index, : len(chosen)] = chosen
         return tokens
 
-    def _accepted(self, plan: StepPlan, tokens: Int32) -> Int32:
+    def _accepted(self, plan: StepPlan, num_drafts: Int32, tokens: Int32) -> Int32:
         """Return the accepted drafts of each sequence and the token after them, then -1."""
-        assert plan.num_drafts is not None
         width = tokens.shape[1]
         drafts = np.full((plan.num_seqs, width), -1, np.int32)
-        for index in np.flatnonzero(plan.num_drafts).tolist():
+        for index in np.flatnonzero(num_drafts).tolist():
             end = int(plan.query_start[index + 1])
-            count = int(plan.num_drafts[index])
+            count = int(num_drafts[index])
             drafts[index, :count] = plan.token_ids[end - count : end]
         if self._acceptance is None:
             right = drafts == tokens

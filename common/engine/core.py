@@ -25,6 +25,7 @@ from pagoda.common.engine.incident.journal import Journal, why_not_replayable
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter
+from pagoda.common.engine.lora.slots import SchedulerAdapters
 from pagoda.common.engine.lora.store import AdapterLoader, AdapterScheduler, AdapterStore
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.scheduling.scheduler import Scheduler, failed_output
@@ -151,6 +152,18 @@ def _release(made: Future[TokenMaskState]) -> None:
         made.result().release()
 
 
+def _recorded_add(
+    scheduler: StepScheduler[Any, Any, Any], journal: Journal
+) -> Callable[[EngineRequest, TokenMaskState | None], None]:
+    """Return what queues a request in the scheduler and records it."""
+
+    def add(request: EngineRequest, mask_state: TokenMaskState | None) -> None:
+        scheduler.add(request, mask_state)
+        journal.added(request)
+
+    return add
+
+
 class EngineCore:
     """One model's engine over a loaded backend; see generation_core, sharded_core and pooling_core.
 
@@ -175,7 +188,9 @@ class EngineCore:
         self._execute = execute
         self._scheduler = scheduler
         self._kv_managers = tuple(kv_managers)
-        self._grammars = GrammarQueue(scheduler.add if journal is None else self._add_recorded, structured)
+        self._grammars = GrammarQueue(
+            scheduler.add if journal is None else _recorded_add(scheduler, journal), structured
+        )
         self._adapters = adapters
         self.profiler: StepProfiler | None = None  # set with --profiler-config
         self._depth = 2 if limits.async_scheduling else 1  # steps in flight
@@ -246,11 +261,6 @@ class EngineCore:
         if refusals or len(self._grammars):
             return StepOutputs(outputs=refusals + outputs.outputs, stats=self._with_deferred(outputs.stats))
         return outputs
-
-    def _add_recorded(self, request: EngineRequest, mask_state: TokenMaskState | None) -> None:
-        self._scheduler.add(request, mask_state)
-        assert self.journal is not None
-        self.journal.added(request)
 
     def _schedule(self) -> Any:
         return self._scheduler.schedule() if self.journal is None else self.journal.schedule(self._scheduler.schedule)
@@ -363,9 +373,10 @@ def generation_core(
 
 def adapter_loader(backend: Backend, scheduler: object, store: AdapterStore) -> AdapterLoader:
     """Return what brings adapters to their slots. Raises ConfigError for a scheduler without slots."""
-    if getattr(scheduler, "adapters", None) is None:
+    adapters: SchedulerAdapters | None = getattr(scheduler, "adapters", None)
+    if adapters is None:
         raise ConfigError("--scheduler-cls", "this scheduler has no LoRA adapters; drop it or --enable-lora")
-    return AdapterLoader(cast(LoraBackend, backend), cast(AdapterScheduler, scheduler), store)
+    return AdapterLoader(cast(LoraBackend, backend), cast(AdapterScheduler, scheduler), adapters.slots, store)
 
 
 def make_kv_manager(backend: Backend, layout: KvLayout, limits: Limits, num_blocks: tuple[int, ...]) -> KvManager:

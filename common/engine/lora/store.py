@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 
 from pagoda.common.backend import LoraBackend
 from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter, AdapterLoad
-from pagoda.common.engine.lora.slots import SchedulerAdapters
+from pagoda.common.engine.lora.slots import AdapterSlots
 from pagoda.common.engine.messages import EngineOutput
 from pagoda.common.errors import PagodaError, RequestError
 from pagoda.common.weights.lora.weights import AdapterWeights
@@ -121,9 +121,6 @@ def _refusal(adapter: Adapter, error: BaseException) -> RequestError:
 class AdapterScheduler(Protocol):
     """A scheduler of requests with adapters: of one copy of the model, or of several that share the slots."""
 
-    @property
-    def adapters(self) -> SchedulerAdapters | None: ...
-
     def fail_adapter(self, adapter: Adapter, error: RequestError) -> list[EngineOutput]:
         """End the waiting requests of an adapter that cannot be read. Returns their outputs."""
         ...
@@ -140,13 +137,14 @@ class AdapterScheduler(Protocol):
 class AdapterLoader:
     """Brings the adapters of waiting requests to host memory, and those that a plan names to slots."""
 
-    def __init__(self, backend: LoraBackend, scheduler: AdapterScheduler, store: AdapterStore) -> None:
-        """`scheduler`: has slots for adapters."""
-        assert scheduler.adapters is not None
+    def __init__(
+        self, backend: LoraBackend, scheduler: AdapterScheduler, slots: AdapterSlots, store: AdapterStore
+    ) -> None:
+        """`slots`: the scheduler's, and those of every scheduler that shares them."""
         self._backend = backend
         self._scheduler = scheduler
         self._store = store
-        self._slots = scheduler.adapters.slots
+        self._slots = slots
         self._slots.ready = store.loaded
         self._known: set[Adapter] = set()  # adapters that `load_now` read
 

@@ -460,7 +460,7 @@ class Scheduler:
         step = self.in_flight[0]
         if step.plan is not plan:
             raise RuntimeError(f"the token masks of step {plan.step} depend on the result of step {step.plan.step}")
-        masks, late = self._masks.of_step(step.requests, plan, self._batch.guesses)
+        masks, late = self._masks.of_step(step.requests, plan, masked=plan.masked, guesses=self._batch.guesses)
         for index in late:
             self._run_again(step.requests[index])
         return masks

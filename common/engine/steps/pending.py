@@ -121,7 +121,16 @@ class PendingStep:
             raise unbound_masks(self.plan)
         prompt_logprobs = {scores.index: scores.fetch() for scores in self.prompt_scores}
         prompts = self._in_order(prompt_logprobs)
-        return StepResult(self.plan.step, token_ids, logprobs, prompts, recompiles, failed, guesses, refused)
+        return StepResult(
+            step=self.plan.step,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompts,
+            recompiles=recompiles,
+            failed=failed,
+            guesses=guesses,
+            refused=refused,
+        )
 
     def _guesses(self, tokens: PendingTokens) -> Int32 | None:
         """Return StepResult.guesses."""

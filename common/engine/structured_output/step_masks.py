@@ -202,17 +202,18 @@ class StepMasks(SchedulerPart[MasksState]):
             advancing = [answer for answer in going_on if answer[0] not in ended and count < len(answer[3])]
         return ended, [index for index, _, state, _ in all_advancing if state.is_stale and index not in ended]
 
-    def of_step(self, requests: Sequence[Request], plan: StepPlan, guesses: Int32) -> tuple[TokenMasks, list[int]]:
-        """Return the masks of `plan.masked`; none for `requests` of the step that ended since.
+    def of_step(
+        self, requests: Sequence[Request], plan: StepPlan, masked: Int32, guesses: Int32
+    ) -> tuple[TokenMasks, list[int]]:
+        """Return the masks of the plan's `masked` sequences; none for `requests` of the step that ended since.
 
         `guesses` int32 [rows, most drafts]: what the drafter guessed after the step before. Also returns the indices
         of the sequences with drafts for whose masks there is no time: what they sample does not count.
         """
-        assert plan.masked is not None
         masks: list[tuple[int, int, Bits]] = []
         late: list[int] = []
         begin = self._clock()
-        for index in plan.masked.tolist():
+        for index in masked.tolist():
             request = requests[index]
             state = request.mask_state
             if state is None or request.is_finished or state.is_stale:

@@ -147,7 +147,7 @@ class TokenMaskState:
             return
         accepted = not self._rejected and self.matcher.accept(token)
         if before is not Phase.OPENING or self._in_grammar:
-            self._advance(accepted, token)
+            self._advance(self.matcher, accepted, token)
         elif self._reasoning.phase is Phase.THINKING:
             self.matcher.rollback(self._accepted + accepted)
             self._rejected = False
@@ -155,13 +155,12 @@ class TokenMaskState:
             self._accepted += accepted
             self._rejected = not accepted
         else:
-            self._advance(accepted, token)
+            self._advance(self.matcher, accepted, token)
 
-    def _advance(self, accepted: bool, token: int) -> None:
-        assert self.matcher is not None
+    def _advance(self, matcher: Matcher, accepted: bool, token: int) -> None:
         self.finished = accepted and token in self._ends
         if not accepted:
-            self.error = self.matcher.error or f"token {token} does not fit the grammar"
+            self.error = matcher.error or f"token {token} does not fit the grammar"
 
     def refresh(self, grammar: Bits | None, outputs: Sequence[int]) -> None:
         """Compute `bits` or `error`. `grammar`: the grammar's mask, if `consults_grammar`."""

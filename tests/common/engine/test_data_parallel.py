@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fakes import FakeShards, full_layout, scrambled
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore
-from pagoda.common.engine.data_parallel import sharded_core
+from pagoda.common.engine.data_parallel import EngineShard, ShardedScheduler, sharded_core
+from pagoda.common.engine.kv_cache.manager import KvManager
+from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.scheduling.scheduler import Scheduler
 from pagoda.common.errors import ConfigError, RequestError
 
 
@@ -120,3 +125,20 @@ def test_check_integrity_detects_a_lost_request() -> None:
     engine._scheduler.shards[0].scheduler.abort(["a"])
     with pytest.raises(RuntimeError, match="the shards have 0 requests, 1 were assigned to them"):
         engine.check_integrity()
+
+
+def test_shards_share_the_slots_of_adapters() -> None:
+    limits = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4, max_loras=2)
+    managers = [KvManager(full_layout(), (40,), max_num_seqs=4, max_model_len=64, max_step_tokens=16) for _ in range(2)]
+    sharded = ShardedScheduler(tuple(EngineShard(kv, Scheduler(limits, kv)) for kv in managers))
+    adapters = [Adapter(number=number, name=f"a{number}", path=f"/{number}") for number in (1, 2)]
+    assert sharded.adapters is not None
+    sharded.adapters.slots.ready = set(adapters)
+    for adapter in adapters:
+        sharded.add(replace(request(adapter.name, [1, 2]), adapter=adapter))
+    plans = sharded.schedule()
+    assert plans is not None
+    assert [None if plan is None else plan.num_seqs for plan in plans] == [1, 1]
+    assert [load.slot for load in sharded.adapter_loads(plans)] == [0, 1]
+    assert sharded.adapters.slots.references == [1, 1]
+    sharded.check_integrity()

@@ -57,7 +57,7 @@ class ScriptedMask:
         return unknown > 0
 
     def accept(self, token: int) -> None:
-        if not self.is_stale:  # as it is between accepted drafts whose masks are slow
+        if not self.is_stale:  # It is stale between accepted drafts whose masks are slow.
             assert self.bits[token // 32] >> (token % 32) & 1, f"token {token} was not allowed"
         self.finished = token == FINAL
         self.is_stale = True

@@ -99,7 +99,7 @@ def test_no_snapshot_without_a_free_block() -> None:
 
 def test_a_block_that_is_needed_evicts_the_oldest_snapshot() -> None:
     engine, _ = core(state_layout(), (4, 64))
-    run(engine, a=PROMPT)  # its state and three snapshots need four blocks
+    run(engine, a=PROMPT)  # The request's state and three snapshots need four blocks.
     assert run(engine, b=PROMPT)["b"][0].num_cached_tokens == 16, "the one after 8 tokens is gone"
     other = [5] * 9
     run(engine, c=other, d=[*other, 6])

@@ -117,7 +117,7 @@ REQUESTS = st.lists(
         st.integers(0, 12),  # adapter; 0: none
         st.integers(0, 1),  # version
         st.sampled_from([1, 4, 9, 13, 17]),  # tokens of the prompt
-        st.integers(1, 14),  # to generate
+        st.integers(1, 14),  # tokens to generate
         st.integers(0, 2),  # priority
         st.integers(0, 12),  # steps before it comes
         st.sampled_from([None, None, None, 2, 9]),  # steps after which it is aborted

@@ -161,7 +161,7 @@ def test_a_reused_id_gets_its_own_result():
     for name in "ab":
         engine.add_request(ask(name))
     engine.step()
-    engine.abort(["b"])  # its step is under way
+    engine.abort(["b"])  # The step of b is under way.
     engine.add_request(ask("b", first=50))
     results = drain(engine)
     assert [output.pooled.array[0, 0] for output in results if output.pooled] == [50]

@@ -83,7 +83,7 @@ def test_drafts_are_planned_as_accepted_and_the_rejected_ones_taken_back() -> No
     batch.plan(rows(1, 0), rows(1, 3), every, drafts)
     numbers = (batch.computed, batch.total, batch.inflight, batch.drafts_inflight)
     assert [each.tolist() for each in numbers] == [[5, 2], [6, 3], [3, 1], [2, 0]]
-    batch.num_drafts[:] = [2, 1]  # of a step that is planned ahead
+    batch.num_drafts[:] = [2, 1]  # drafts of a step that is planned ahead
     batch.report_drafts(rows(1, 0), drafts, rows(0, 1))
     batch.report(rows(1, 0), rows(30, 31))
     assert [each.tolist() for each in numbers] == [[4, 2], [5, 3], [0, 0], [0, 0]]

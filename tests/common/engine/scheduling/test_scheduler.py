@@ -516,7 +516,7 @@ class TestLogprobs:
         assert b.logprobs[0].rank == 1
 
     def test_of_the_prompt_in_chunks_sent_whole_and_once(self):
-        bench = Bench(limits={"max_num_batched_tokens": 8})  # of which a token with logprobs takes two
+        bench = Bench(limits={"max_num_batched_tokens": 8})  # A token with logprobs takes two.
         bench.add("a", [1, 2, 3, 4, 5, 6], rules=SamplingRules(prompt_logprobs=1))
         assert bench.report(bench.plan(), prompt_logprobs={0: self.block(2, 3, 4, 5)}) == []
         (output,) = bench.report(bench.plan(), prompt_logprobs={0: self.block(6)})

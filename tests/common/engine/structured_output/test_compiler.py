@@ -73,7 +73,7 @@ def plans_of(structured: Structured, free: int) -> tuple[list[StepPlan], int]:
     core = engine(structured, max_num_seqs=16, max_num_batched_tokens=64)
     core.add_request(asking(grammar(choice=["aaaaaaab"]), name="constrained"))
     for _, state in core._grammars._compiling.values():
-        state.result(10)  # it is compiled, so that all begin together
+        state.result(10)  # The grammar is compiled, so that all begin together.
     for number in range(free):
         core.add_request(plain(str(number), max_tokens=20, prompt_token_ids=[number, 7]))
     answer = new_tokens(drain(core)["constrained"])

@@ -86,7 +86,7 @@ def test_the_largest_of_the_key_with_most_ends_when_all_take_too_much(structured
     """Both must say so: what is counted, which has what others took meanwhile, and what the process has grown by."""
     memory = structured._memory
     memory._max_bytes = 20 * MIB
-    structured._shares.max_bytes = 100 * MIB  # so that all are kept
+    structured._shares.max_bytes = 100 * MIB  # All grammars are kept.
     owners = ["a", "b", "b", "b"]
     states = [structured.mask_state(request(number, owner)) for number, owner in enumerate(owners)]
     memory._resident.bytes += grown * MIB

@@ -42,7 +42,7 @@ def test_requests_start_when_they_arrive() -> None:
     run = drive(core, [TimedRequest(10.0, request("a", 3)), TimedRequest(11.5, request("b", 2))], clock)
     a, b = run.requests
     assert (a.times, a.start) == ([11.0, 12.0, 13.0], 10.0)
-    assert (b.times, b.start) == ([13.0, 14.0], 11.5)  # it came during the step that ended at 12
+    assert (b.times, b.start) == ([13.0, 14.0], 11.5)  # b came during the step that ended at 12.
     assert (a.output_tokens, b.output_tokens, run.seconds) == (3, 2, 4.0)
     assert (a.steps_before, b.steps_before) == (0, 2)
 
@@ -96,4 +96,4 @@ def test_a_real_clock_waits() -> None:
     when = clock.now + 0.02
     clock.wait_until(when)
     assert clock.now >= when
-    clock.wait_until(when)  # in the past: there is nothing to wait for
+    clock.wait_until(when)  # The time is past: there is nothing to wait for.
