@@ -340,7 +340,7 @@ class AsyncLLM(ExplainsMissingMethods):
         """Return SamplingParams with what generation_config.json sets."""
         return SamplingParams.from_optional(**{"max_tokens": SamplingParams.max_tokens} | self.info.sampling_defaults)
 
-    @shows_options(RequestOptions)
+    @shows_options(RequestOptions, priority=0)
     async def generate(
         self,
         prompt: PromptType,

@@ -51,7 +51,7 @@ from pagoda.server.processing.scoring import Pairs, ScoreOptions, Text, texts_of
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.vllm.config_views import ModelView
 from pagoda.server.vllm.missing_methods import ExplainsMissingMethods
-from pagoda.server.vllm.request_types import BatchOptions, LoRARequest, PoolingOptions, TokensPrompt, shows_options
+from pagoda.server.vllm.request_types import BatchOptions, LoRARequest, PoolingCallOptions, TokensPrompt, shows_options
 from pagoda.server.vllm.tokenizer_view import HfTokenizer
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class LLM(ExplainsMissingMethods):
         llm._start(engine)
         return llm
 
-    @shows_options(BatchOptions)
+    @shows_options(BatchOptions, use_tqdm=True)
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -342,37 +342,37 @@ class LLM(ExplainsMissingMethods):
             )
         return outputs
 
-    @shows_options(PoolingOptions)
+    @shows_options(PoolingCallOptions, use_tqdm=True)
     def encode(
         self,
         prompts: Prompts,
         pooling_params: Params = None,
         *,
         pooling_task: str | None = None,
-        **options: Unpack[PoolingOptions],
+        **options: Unpack[PoolingCallOptions],
     ) -> list[RawPoolingOutput]:
         """Return the vectors of each prompt. `pooling_task`: one of the model's tasks; None: its default."""
         return [with_tensor(each) for each in self._encode(prompts, pooling_params, pooling_task, **options)]
 
-    @shows_options(PoolingOptions)
+    @shows_options(PoolingCallOptions, use_tqdm=True)
     def embed(
-        self, prompts: Prompts, *, pooling_params: Params = None, **options: Unpack[PoolingOptions]
+        self, prompts: Prompts, *, pooling_params: Params = None, **options: Unpack[PoolingCallOptions]
     ) -> list[EmbeddingRequestOutput]:
         """Return an embedding of each prompt."""
         outputs = self._encode(prompts, pooling_params, "embed", **options)
         return [EmbeddingRequestOutput.from_base(each) for each in outputs]
 
-    @shows_options(PoolingOptions)
+    @shows_options(PoolingCallOptions, use_tqdm=True)
     def classify(
-        self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[PoolingOptions]
+        self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[PoolingCallOptions]
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of the labels, for each prompt."""
         outputs = self._encode(prompts, pooling_params, "classify", **options)
         return [ClassificationRequestOutput.from_base(each) for each in outputs]
 
-    @shows_options(PoolingOptions)
+    @shows_options(PoolingCallOptions, use_tqdm=True)
     def reward(
-        self, prompts: Prompts, /, *, pooling_params: Params = None, **options: Unpack[PoolingOptions]
+        self, prompts: Prompts, /, *, pooling_params: Params = None, **options: Unpack[PoolingCallOptions]
     ) -> list[RawPoolingOutput]:
         """Return a reward model's scores per token, or per prompt if the model has no token scores."""
         tasks = self._pooling_inputs(options.get("lora_request")).pooling.tasks
@@ -555,7 +555,7 @@ class LLM(ExplainsMissingMethods):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[RawPoolingOutput]:
-        """Return the outputs of prompts. The options are those of PoolingOptions."""
+        """Return the outputs of prompts. The options are those of PoolingCallOptions."""
         options = _text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params)
         inputs = self._pooling_inputs(lora_request)
         listed = _listed(prompts)

@@ -182,7 +182,7 @@ class BatchOptions(TypedDict, total=False):
     mm_processor_kwargs: Mapping[str, Any] | None  # refused: this version serves text only
 
 
-class PoolingOptions(TypedDict, total=False):
+class PoolingCallOptions(TypedDict, total=False):
     """Options of a call that pools a list of prompts."""
 
     use_tqdm: bool | Callable[..., Any]  # show a progress bar on stderr, or call this like tqdm; default: True
@@ -194,14 +194,22 @@ class PoolingOptions(TypedDict, total=False):
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
-def shows_options(options: type) -> Callable[[MethodT], MethodT]:
-    """Decorate a method that takes `**options: Unpack[options]`: help() and inspect show the options by name."""
+def shows_options(options: type, **defaults: object) -> Callable[[MethodT], MethodT]:
+    """Decorate a method that takes `**options: Unpack[options]`: help() and inspect show the options by name.
+
+    `defaults`: those that are not None.
+    """
 
     def decorate(method: MethodT) -> MethodT:
         signature = inspect.signature(method)
         named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
         shown = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=annotation)
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(name),
+                annotation=getattr(annotation, "__forward_arg__", annotation),
+            )
             for name, annotation in options.__annotations__.items()
             if name not in signature.parameters
         ]
