@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, overload
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, Unpack, overload
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.nested.profiler import FLAG as PROFILER_FLAG
@@ -77,7 +77,7 @@ from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.vllm.config_views import ModelView, VllmConfigView
 from pagoda.server.vllm.missing_methods import ExplainsMissingMethods
-from pagoda.server.vllm.request_types import LoRARequest
+from pagoda.server.vllm.request_types import LoRARequest, RequestOptions, shows_options
 from pagoda.server.vllm.script_helpers import UsageContext
 from pagoda.server.vllm.tokenizer_view import HfTokenizer
 
@@ -340,43 +340,20 @@ class AsyncLLM(ExplainsMissingMethods):
         """Return SamplingParams with what generation_config.json sets."""
         return SamplingParams.from_optional(**{"max_tokens": SamplingParams.max_tokens} | self.info.sampling_defaults)
 
+    @shows_options(RequestOptions, priority=0)
     async def generate(
         self,
         prompt: PromptType,
         sampling_params: SamplingParams,
         request_id: str,
-        *,
-        prompt_text: str | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-        session_id: str | None = None,
-        kv_hints: object = None,
-        reasoning_ended: bool | None = None,
-        reasoning_parser_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one prompt; closing or cancelling the generator ends the request.
-
-        `prompt_text`: the text of a prompt given as token ids. `tokenization_kwargs`: as of encode.
-        `trace_headers`: `traceparent` and `tracestate` of the span that the request's is a child of. No effect have
-        `data_parallel_rank`, `session_id` and `kv_hints` (the replica is chosen by load and cached prefixes),
-        `reasoning_ended` and `reasoning_parser_kwargs` (the prompt tells).
 
         Raises RequestError (before the first output) for a prompt that cannot be served, QueueFullError if the queue is
         full, EngineDeadError with the cause when the engine dies.
         """
-        stream = await self.add_request(
-            request_id,
-            prompt,
-            sampling_params,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            priority=priority,
-            prompt_text=prompt_text,
-            trace_headers=trace_headers,
-        )
+        stream = await self.add_request(request_id, prompt, sampling_params, **options)
         finished = False
         try:
             while not finished:
@@ -400,8 +377,7 @@ class AsyncLLM(ExplainsMissingMethods):
     ) -> AsyncGenerator[RawPoolingOutput, None]:
         """Yield the one output of a prompt on a pooling model; closing or cancelling the generator ends the request.
 
-        `tokenization_kwargs`: add_special_tokens, truncate_prompt_tokens, truncation_side. `trace_headers`: as of
-        generate. `reasoning_ended` has no effect. Raises as generate does.
+        The options are those of RequestOptions; raises as generate does.
         """
         check_extras(lora_request=lora_request)
         options = TextOptions.of(tokenization_kwargs)
@@ -416,40 +392,12 @@ class AsyncLLM(ExplainsMissingMethods):
 
     @overload
     async def add_request(
-        self,
-        request_id: str,
-        prompt: PromptType,
-        params: SamplingParams,
-        arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-        session_id: str | None = None,
-        prompt_text: str | None = None,
-        reasoning_ended: bool | None = None,
-        reasoning_parser_kwargs: Mapping[str, Any] | None = None,
-        kv_hints: object = None,
+        self, request_id: str, prompt: PromptType, params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> RequestStream[RequestOutput]: ...
 
     @overload
     async def add_request(
-        self,
-        request_id: str,
-        prompt: PromptType,
-        params: PoolingParams,
-        arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-        session_id: str | None = None,
-        prompt_text: str | None = None,
-        reasoning_ended: bool | None = None,
-        reasoning_parser_kwargs: Mapping[str, Any] | None = None,
-        kv_hints: object = None,
+        self, request_id: str, prompt: PromptType, params: PoolingParams, **options: Unpack[RequestOptions]
     ) -> RequestStream[RawPoolingOutput]: ...
 
     async def add_request(
@@ -471,7 +419,7 @@ class AsyncLLM(ExplainsMissingMethods):
     ) -> RequestStream[Any]:
         """Queue a prompt to generate or to pool. A caller that stops reading the stream must abort the request.
 
-        `arrival_time`: Unix seconds; None: now. The others, and what is raised, are as of generate.
+        The options are those of RequestOptions; raises as generate does.
         """
         if isinstance(params, PoolingParams):
             check_extras(lora_request=lora_request)

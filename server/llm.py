@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from pagoda.common.beam_search import BeamSearchParams
 from pagoda.common.config.without_setting import FLAGS_WITHOUT_SETTING
@@ -51,7 +51,7 @@ from pagoda.server.processing.scoring import Pairs, ScoreOptions, Text, texts_of
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.vllm.config_views import ModelView
 from pagoda.server.vllm.missing_methods import ExplainsMissingMethods
-from pagoda.server.vllm.request_types import LoRARequest, TokensPrompt
+from pagoda.server.vllm.request_types import BatchOptions, LoRARequest, PoolingCallOptions, TokensPrompt, shows_options
 from pagoda.server.vllm.tokenizer_view import HfTokenizer
 
 if TYPE_CHECKING:
@@ -146,31 +146,23 @@ class LLM(ExplainsMissingMethods):
         llm._start(engine)
         return llm
 
+    @shows_options(BatchOptions, use_tqdm=True)
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        priority: int | Sequence[int] | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[BatchOptions],
     ) -> list[RequestOutput]:
         """Generate for each prompt and return the outputs in order.
 
         `prompts`: one or a list of texts, token id lists, {"prompt": ...}, {"prompt_token_ids": ...} or, with
         enable_prompt_embeds, {"prompt_embeds": tensor [tokens, width]}; of an encoder-decoder model what the encoder
         reads, or {"encoder_prompt": ..., "decoder_prompt": ...}. One set of params applies to all prompts, a
-        list is paired with them; None: the model's defaults. `use_tqdm`: a bar on stderr, or a callable like tqdm.
-        `lora_request`: an adapter for all prompts, or a list that is paired with them, with enable_lora. `priority`:
-        smaller runs first, with scheduling_policy="priority". `tokenization_kwargs`: as for pooling.
+        list is paired with them; None: the model's defaults. The options are those of BatchOptions.
 
         Raises RequestError for the first prompt that cannot be served, before any runs. Ctrl-C ends all of them.
         """
-        check_extras(mm_processor_kwargs=mm_processor_kwargs)
-        prepared = self._prepared(prompts, sampling_params, priority, tokenization_kwargs, lora_request)
-        return self._run(prepared, use_tqdm)
+        return self._run(self._prepared(prompts, sampling_params, **options), options.get("use_tqdm", True))
 
     def enqueue(
         self,
@@ -186,8 +178,15 @@ class LLM(ExplainsMissingMethods):
 
         `use_tqdm` has no effect: queueing takes no time. The others, and what is raised, are as of generate.
         """
-        check_extras(mm_processor_kwargs=mm_processor_kwargs)
-        return self._offline.add(self._prepared(prompts, sampling_params, priority, tokenization_kwargs, lora_request))
+        prepared = self._prepared(
+            prompts,
+            sampling_params,
+            lora_request=lora_request,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        return self._offline.add(prepared)
 
     def wait_for_completion(
         self,
@@ -275,7 +274,12 @@ class LLM(ExplainsMissingMethods):
             chat_template_kwargs,
         )
         return self.enqueue(
-            prompts, sampling_params, lora_request, priority, use_tqdm, tokenization_kwargs, mm_processor_kwargs
+            prompts,
+            sampling_params,
+            lora_request=lora_request,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
         )
 
     def preprocess_chat(
@@ -338,69 +342,42 @@ class LLM(ExplainsMissingMethods):
             )
         return outputs
 
+    @shows_options(PoolingCallOptions, use_tqdm=True)
     def encode(
         self,
         prompts: Prompts,
         pooling_params: Params = None,
         *,
-        use_tqdm: Bar = True,
-        lora_request: None = None,
         pooling_task: str | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        truncate_prompt_tokens: int | None = None,
+        **options: Unpack[PoolingCallOptions],
     ) -> list[RawPoolingOutput]:
         """Return the vectors of each prompt. `pooling_task`: one of the model's tasks; None: its default."""
-        options = _text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params)
-        outputs = self._encode(prompts, pooling_params, pooling_task, use_tqdm, lora_request, options)
-        return [with_tensor(each) for each in outputs]
+        return [with_tensor(each) for each in self._encode(prompts, pooling_params, pooling_task, **options)]
 
+    @shows_options(PoolingCallOptions, use_tqdm=True)
     def embed(
-        self,
-        prompts: Prompts,
-        *,
-        use_tqdm: Bar = True,
-        pooling_params: Params = None,
-        lora_request: None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        truncate_prompt_tokens: int | None = None,
+        self, prompts: Prompts, *, pooling_params: Params = None, **options: Unpack[PoolingCallOptions]
     ) -> list[EmbeddingRequestOutput]:
         """Return an embedding of each prompt."""
-        options = _text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params)
-        outputs = self._encode(prompts, pooling_params, "embed", use_tqdm, lora_request, options)
+        outputs = self._encode(prompts, pooling_params, "embed", **options)
         return [EmbeddingRequestOutput.from_base(each) for each in outputs]
 
+    @shows_options(PoolingCallOptions, use_tqdm=True)
     def classify(
-        self,
-        prompts: Prompts,
-        pooling_params: Params = None,
-        *,
-        use_tqdm: Bar = True,
-        lora_request: None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        truncate_prompt_tokens: int | None = None,
+        self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[PoolingCallOptions]
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of the labels, for each prompt."""
-        options = _text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params)
-        outputs = self._encode(prompts, pooling_params, "classify", use_tqdm, lora_request, options)
+        outputs = self._encode(prompts, pooling_params, "classify", **options)
         return [ClassificationRequestOutput.from_base(each) for each in outputs]
 
+    @shows_options(PoolingCallOptions, use_tqdm=True)
     def reward(
-        self,
-        prompts: Prompts,
-        /,
-        *,
-        pooling_params: Params = None,
-        use_tqdm: Bar = True,
-        lora_request: None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        truncate_prompt_tokens: int | None = None,
+        self, prompts: Prompts, /, *, pooling_params: Params = None, **options: Unpack[PoolingCallOptions]
     ) -> list[RawPoolingOutput]:
         """Return a reward model's scores per token, or per prompt if the model has no token scores."""
-        options = _text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params)
-        tasks = self._pooling_inputs(lora_request).pooling.tasks
+        tasks = self._pooling_inputs(options.get("lora_request")).pooling.tasks
         task = "token_classify" if "token_classify" in tasks else "classify"
-        outputs = self._encode(prompts, pooling_params, task, use_tqdm, lora_request, options)
-        return [with_tensor(each) for each in outputs]
+        return [with_tensor(each) for each in self._encode(prompts, pooling_params, task, **options)]
 
     def score(
         self,
@@ -530,10 +507,15 @@ class LLM(ExplainsMissingMethods):
         self,
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int] | None,
-        tokenization_kwargs: Mapping[str, Any] | None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        *,
+        use_tqdm: Bar = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PreparedRequest]:
+        """Return requests that are checked but not queued. The options are those of BatchOptions."""
+        check_extras(mm_processor_kwargs=mm_processor_kwargs)
         listed = _listed(prompts)
         given = _paired("lora_request", lora_request, len(listed))
         adapters = [self.llm_engine.adapters.adapter(each) for each in given]
@@ -567,10 +549,14 @@ class LLM(ExplainsMissingMethods):
         prompts: Prompts,
         pooling_params: Params,
         task: str | None,
-        use_tqdm: Bar,
-        lora_request: None,
-        options: TextOptions,
+        *,
+        use_tqdm: Bar = True,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[RawPoolingOutput]:
+        """Return the outputs of prompts. The options are those of PoolingCallOptions."""
+        options = _text_options(tokenization_kwargs, truncate_prompt_tokens, pooling_params)
         inputs = self._pooling_inputs(lora_request)
         listed = _listed(prompts)
         params = _paired("pooling_params", pooling_params or PoolingParams(), len(listed))

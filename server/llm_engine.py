@@ -193,10 +193,7 @@ class LLMEngine(ExplainsMissingMethods):
     ) -> str:
         """Queue a prompt to generate or to pool and return its id. Raises RequestError naming the field.
 
-        `arrival_time`: Unix seconds; None: now. `lora_request`: the adapter, with enable_lora. `tokenization_kwargs`:
-        add_special_tokens, truncate_prompt_tokens, truncation_side. `prompt_text`: the text of a prompt that is given
-        as token ids. `trace_headers`: `traceparent` and `tracestate` of the span that the request's is a child of. No
-        effect have `session_id` and `kv_hints` (cached prefixes are found by their tokens).
+        The options are those of RequestOptions.
         """
         if isinstance(params, PoolingParams):
             check_extras(lora_request=lora_request)

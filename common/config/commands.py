@@ -54,8 +54,8 @@ class BatchConfig:
     )
     output_tmp_dir: str | None = option(
         None,
-        "Directory for the output until it is complete; default: the output file's, or for a URL the temporary "
-        "directory.",
+        "Directory in which the output is written until it is complete; default: the directory of the output file, or"
+        " the temporary directory if that is a URL.",
     )
     enable_metrics: bool = option(False, "Serve GET /metrics while the batch runs.")
     url: str = option("0.0.0.0", "Address that --enable-metrics listens on.")
@@ -92,7 +92,7 @@ class ClientConfig:
     model_name: str | None = option(None, "Model name; default: the first model that the server lists.")
     api_key: str | None = option(None, "API key; default: the environment variable OPENAI_API_KEY.")
     max_tokens: int | None = option(None, "Maximum number of output tokens; default: the server's.")
-    quick: str | None = option(None, "Send this prompt, print the output and exit.", aliases=("-q",))
+    quick: str | None = option(None, "Send one prompt, print the output and exit.", aliases=("-q",))
 
     def __post_init__(self) -> None:
         need_positive(self, "max_tokens")
@@ -112,14 +112,17 @@ class CompileConfig:
     topology: str | None = option(
         None, "Devices to compile for, such as v6e:2x4 or v5p:2x2x1; cpu: this machine's processor."
     )
-    config_only: bool = option(False, "Read config.json only (the file or its directory); weights are not needed.")
+    config_only: bool = option(
+        False, "Compile from config.json (a file or its directory) alone; no weights are needed."
+    )
     tensor_parallel_size: int | None = option(
         None,
         "Tensor-parallel size: number of devices each layer is sharded across; default: all devices of the topology.",
         aliases=("-tp",),
     )
     budget_only: bool = option(
-        False, "Compile the largest program of each kind only: enough for the memory budget, not for --output."
+        False,
+        "Compile only the largest program of each kind, which is enough for the memory budget but not for --output.",
     )
     output: str | None = option(
         None,
@@ -159,14 +162,15 @@ class ConvertConfig:
 
     tensor_parallel_size: int = option(
         1,
-        "Tensor-parallel size to shard the weights for; they load on any number of devices, fastest on this one.",
+        "Tensor-parallel size to shard the weights for. They can be loaded on any number of devices, fastest on this "
+        "one.",
         aliases=("-tp",),
     )
     quantization: Literal["int4", "int8", "fp8"] | None = option(
         None,
-        "Write a folder in the compressed-tensors format, which every backend, vLLM and transformers read, instead of "
-        "the TPU backend's arrays: the matrices of layers in int4 (groups of up to 128 inputs), or in int8 or fp8 with "
-        "activations rounded per token. --dtype: of all others.",
+        "Write a quantised model in the compressed-tensors format, which every backend, vLLM and transformers read, "
+        "instead of arrays for the TPU backend. The matrices of layers become int4 (in groups of up to 128 inputs), "
+        "or int8 or fp8 with activations rounded per token; all other weights keep --dtype.",
         aliases=("-q",),
     )
 
@@ -203,8 +207,10 @@ class DoctorConfig:
 class ReplayConfig:
     """What `replay` prints, and how far it goes."""
 
-    steps: int = option(0, "Steps to run after the recorded ones; sequences then generate up to their lengths.")
-    verbose: bool = option(False, "Print every call of the scheduler instead of the last ones.")
+    steps: int = option(
+        0, "Number of steps to run after the recorded ones; sequences then generate up to their maximum lengths."
+    )
+    verbose: bool = option(False, "Print every call of the scheduler; by default only the last ones are printed.")
 
     def __post_init__(self) -> None:
         need_not_negative(self, "steps", remedy="use 0 for the recorded steps only")
@@ -216,7 +222,8 @@ class SimulateConfig:
 
     trace: str | None = option(
         None,
-        "File of requests to simulate, one JSON object per line; see docs/guides/simulation.md. Default: the dataset.",
+        "File of requests to simulate, one JSON object per line; see docs/guides/simulation.md. Default: requests are"
+        " drawn from the dataset.",
     )
     output_json: str | None = option(None, "Output file for the results, as JSON.")
 
@@ -228,9 +235,9 @@ class CalibrateConfig:
     output: str | None = option(
         None, "File to write the step times to, for --calibration; default: MODEL.calibration.json.", aliases=("-o",)
     )
-    repeats: int = option(5, "How often each step is measured, at least; the mean counts.")
+    repeats: int = option(5, "Minimum number of times that each step is measured; the mean is used.")
     max_seconds: float = option(
-        300.0, "Time for the measurements, in seconds; the largest steps are left out where it does not suffice."
+        300.0, "Maximum duration of the measurements, in seconds; if it is too short, the largest steps are left out."
     )
 
     def __post_init__(self) -> None:
@@ -245,20 +252,23 @@ class PlanConfig:
 
     workload: str = option(
         "random:1024/256",
-        "Requests: random:INPUT/OUTPUT in tokens, with range=SHARE, prefix=TOKENS and prefixes=NUMBER after commas; "
-        "sharegpt: lengths like those of chats; or trace:FILE, as of `simulate`.",
+        "Requests to plan for. random:INPUT/OUTPUT: lengths in tokens, optionally followed by range=RATIO, "
+        "prefix=TOKENS and prefixes=NUMBER, separated by commas. sharegpt: lengths like those of chats. trace:FILE: a"
+        " trace as of `simulate`.",
     )
     slo: str | None = option(
         None,
-        "Latencies of --slo-percentile of the requests, such as ttft=500ms,tpot=40ms; also e2el. Without it, and "
-        "without --request-rate, all requests arrive at once and the throughput is reported.",
+        "Latency objectives that --slo-percentile of the requests must meet, such as ttft=500ms,tpot=40ms; e2el is "
+        "possible too. Without --slo and --request-rate, all requests arrive at once and the throughput is reported.",
     )
     slo_percentile: float = option(95.0, "Percentile of the requests that must meet --slo.")
     request_rate: float | None = option(
-        None, "Requests per second to find the number of replicas for; default: the rate of one replica is reported."
+        None,
+        "Requests per second that the planned replicas must serve together; default: the rate that one replica can "
+        "serve is reported.",
     )
-    num_prompts: int = option(600, "Number of requests that are simulated.")
-    price: str | None = option(None, 'File of prices per chip and hour as JSON, such as {"h100": 2.5}.')
+    num_prompts: int = option(600, "Number of requests to simulate.")
+    price: str | None = option(None, 'JSON file of prices per chip and hour, such as {"h100": 2.5}.')
     output_json: str | None = option(None, "Output file for the plan, as JSON.")
 
     def __post_init__(self) -> None:

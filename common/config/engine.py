@@ -30,9 +30,9 @@ class ExtensionConfig:
 
     speculative_config: Mapping[str, Any] = option(
         {},
-        "Speculative decoding settings as JSON: method (ngram, suffix, or one with a model), num_speculative_tokens, "
-        "model, prompt_lookup_min, prompt_lookup_max, disable_by_batch_size, max_model_len, suffix_decoding_*; "
-        "see docs/guides/speculative-decoding.md.",
+        "Speculative decoding settings as JSON: method (ngram, suffix, or a method with a draft model), "
+        "num_speculative_tokens, model, prompt_lookup_min, prompt_lookup_max, disable_by_batch_size, max_model_len, "
+        "suffix_decoding_*; see docs/guides/speculative-decoding.md.",
         parse=json_object,
     )
     spec_method: str | None = option(
@@ -42,12 +42,12 @@ class ExtensionConfig:
     )
     spec_model: str | None = option(
         None,
-        "Drafter of speculative decoding; same as --speculative-config.model.",
+        "Draft model of speculative decoding; same as --speculative-config.model.",
         maps_to=lambda model: {"speculative_config": {"model": model}},
     )
     spec_tokens: int | None = option(
         None,
-        "Drafts per sequence and step; same as --speculative-config.num_speculative_tokens.",
+        "Number of draft tokens per sequence and step; same as --speculative-config.num_speculative_tokens.",
         maps_to=lambda number: {"speculative_config": {"num_speculative_tokens": number}},
     )
     kv_transfer_config: Mapping[str, Any] = option(
@@ -70,7 +70,7 @@ class ExtensionConfig:
         parse=json_object,
     )
     additional_config: Mapping[str, Any] = option(
-        {}, "Additional configuration for plugins as JSON; the engine does not read it.", parse=json_object
+        {}, "Configuration for plugins, as JSON; the engine itself does not read it.", parse=json_object
     )
     plugins: tuple[str, ...] | None = option(
         None, "Comma-separated names of the installed plugins to load; default: all.", parse=comma_separated

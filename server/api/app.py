@@ -38,7 +38,7 @@ from pagoda.server.api.openai.batch.runner import BatchRunner
 from pagoda.server.api.openai.chat import BatchChatCompletionRequest, ChatCompletionRequest
 from pagoda.server.api.openai.completion import CompletionRequest
 from pagoda.server.api.openai.generate import GenerateRequest
-from pagoda.server.api.openai.responses import conversations, stored
+from pagoda.server.api.openai.responses import conversations, retrieval
 from pagoda.server.api.openai.responses import route as responses
 from pagoda.server.api.openai.responses.conversations import (
     CreateConversationRequest,
@@ -158,7 +158,7 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
     yield
 
 
-_RESPONSES: Final = (responses.router, stored.router, conversations.router)
+_RESPONSES: Final = (responses.router, retrieval.router, conversations.router)
 
 
 def _include_routes(app: FastAPI, config: ServerConfig) -> None:

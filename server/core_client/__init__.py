@@ -15,7 +15,7 @@ from pagoda.server.core_client.client import EngineClient
 
 if TYPE_CHECKING:
     from pagoda.server.core_client.process_client import ProcessClient
-    from pagoda.server.core_client.replicas import ReplicaClient
+    from pagoda.server.core_client.replica_client import ReplicaClient
 
 ClientT = TypeVar("ClientT", bound=EngineClient)
 
@@ -35,7 +35,7 @@ def start_engine(config: EngineConfig, *, in_process: bool) -> EngineClient:
         return ThreadClient(config)
     if not (restarts := config.runtime.restart_engine):
         return start_shared_engine(config, clients=0)
-    from pagoda.server.core_client.replicas import ReplicaClient
+    from pagoda.server.core_client.replica_client import ReplicaClient
     from pagoda.server.core_client.restarting import RestartingClient
 
     clients = [RestartingClient(start, restarts) for start in _starts(config)]
@@ -45,7 +45,7 @@ def start_engine(config: EngineConfig, *, in_process: bool) -> EngineClient:
 def start_shared_engine(config: EngineConfig, *, clients: int) -> ProcessClient | ReplicaClient:
     """Start the engines in processes of their own, for as many SharedClients. Raises as start_engine does."""
     check_first_host(config)
-    from pagoda.server.core_client.replicas import ReplicaClient
+    from pagoda.server.core_client.replica_client import ReplicaClient
 
     engines = [start() for start in _starts(config, clients)]
     return _with_plugins(config, engines[0] if len(engines) == 1 else ReplicaClient(engines))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar, NotRequired, TypedDict, TypeVar
 
 
 class _PromptKeys(TypedDict):
@@ -150,3 +151,69 @@ def _config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
+
+
+# Options of requests, which the methods of LLM, AsyncLLM and LLMEngine have in common.
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of one request to AsyncLLM or LLMEngine; those without effect are vLLM's."""
+
+    arrival_time: float | None  # Unix seconds; None: now
+    lora_request: LoRARequest | None  # the adapter, with enable_lora
+    tokenization_kwargs: Mapping[str, Any] | None  # add_special_tokens, truncate_prompt_tokens, truncation_side
+    trace_headers: Mapping[str, str] | None  # traceparent and tracestate of the parent of the request's span
+    priority: int  # smaller values run first, with scheduling_policy="priority"
+    prompt_text: str | None  # the text of a prompt that is given as token ids
+    data_parallel_rank: int | None  # no effect: the replica is chosen by load and cached prefixes
+    session_id: str | None  # no effect, likewise
+    kv_hints: object  # no effect, likewise
+    reasoning_ended: bool | None  # no effect: the prompt tells
+    reasoning_parser_kwargs: Mapping[str, Any] | None  # no effect, likewise
+
+
+class BatchOptions(TypedDict, total=False):
+    """Options of a call that generates for a list of prompts. A list is paired with the prompts."""
+
+    use_tqdm: bool | Callable[..., Any]  # show a progress bar on stderr, or call this like tqdm; default: True
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None  # with enable_lora
+    priority: int | Sequence[int] | None  # smaller values run first, with scheduling_policy="priority"
+    tokenization_kwargs: Mapping[str, Any] | None  # add_special_tokens, truncate_prompt_tokens, truncation_side
+    mm_processor_kwargs: Mapping[str, Any] | None  # refused: this version serves text only
+
+
+class PoolingCallOptions(TypedDict, total=False):
+    """Options of a call that pools a list of prompts."""
+
+    use_tqdm: bool | Callable[..., Any]  # show a progress bar on stderr, or call this like tqdm; default: True
+    lora_request: None  # refused: pooling has no adapters
+    tokenization_kwargs: Mapping[str, Any] | None  # add_special_tokens, truncate_prompt_tokens, truncation_side
+    truncate_prompt_tokens: int | None  # as in tokenization_kwargs
+
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+
+def shows_options(options: type, **defaults: object) -> Callable[[MethodT], MethodT]:
+    """Decorate a method that takes `**options: Unpack[options]`: help() and inspect show the options by name.
+
+    `defaults`: those that are not None.
+    """
+
+    def decorate(method: MethodT) -> MethodT:
+        signature = inspect.signature(method)
+        named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        shown = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(name),
+                annotation=getattr(annotation, "__forward_arg__", annotation),
+            )
+            for name, annotation in options.__annotations__.items()
+            if name not in signature.parameters
+        ]
+        method.__signature__ = signature.replace(parameters=[*named, *shown])  # type: ignore[attr-defined]
+        return method
+
+    return decorate

@@ -34,13 +34,14 @@ class CacheConfig:
     block_size: int | None = option(None, "Tokens per KV cache block, a power of two; default: set by the backend.")
     gpu_memory_utilization: float | None = option(
         None,
-        "Fraction of each GPU's or TPU's memory that the engine may use, 0 to 1; default: 0.9, or 0.99 on TPUs that "
-        "generate, whose programs are compiled before memory is divided. On a CPU use --kv-cache-memory-bytes instead.",
+        "Fraction of each device's memory that the engine may use, 0 to 1; default: 0.9, or 0.99 for generation on "
+        "TPUs, where the programs are compiled, and their memory is known, before the KV cache is sized. On a CPU use"
+        " --kv-cache-memory-bytes instead.",
     )
     kv_cache_memory_bytes: int | None = option(
         None,
-        "Size of the KV cache per device, in bytes (suffixes: 1g, 1G); overrides --gpu-memory-utilization. On CPUs a "
-        "stated size is taken at start, a default one as it is used.",
+        "Size of the KV cache per device, in bytes (suffixes: 1g, 1G); overrides --gpu-memory-utilization. On a CPU "
+        "the memory is allocated at start-up if this is set; otherwise it grows with use.",
         parse=human_readable_int,
     )
     swap_space: float = option(
@@ -50,15 +51,17 @@ class CacheConfig:
     )
     cache_dtype: CacheDType = option(
         "auto",
-        "Data type of the KV cache: auto uses the model's data type, or fp8 if a quantised checkpoint's config says so "
-        "and the backend has it; fp8 is fp8_e4m3, int8 needs --calculate-kv-scales.",
+        "Data type of the KV cache. auto: the model's data type, or fp8 if the configuration of a quantised "
+        "checkpoint asks for it and the backend supports it. fp8 is another name of fp8_e4m3. int8 needs "
+        "--calculate-kv-scales.",
         flag="kv-cache-dtype",
         refused_values=_OTHER_DTYPES,
     )
     num_gpu_blocks_override: int | None = option(
         None,
-        "Number of KV cache blocks, instead of the number computed from available memory. With several kinds of "
-        "cache: of each kind that grows with the sequence; recurrent state has one block per running request.",
+        "Number of KV cache blocks, instead of the number computed from available memory. A model with several kinds "
+        "of cache gets this many blocks of each kind that grows with the sequence; recurrent state always has one "
+        "block per running request.",
     )
     enable_prefix_caching: bool | None = option(
         None, "Reuse KV blocks of shared prompt prefixes; default: on if the model supports it."
@@ -69,11 +72,11 @@ class CacheConfig:
         no_effect="block hashes are always SHA-256 over a canonical encoding, equal in every process",
     )
     cpu_offload_gb: float = option(
-        0.0, "Layer weights to keep in host memory, in GiB; they are copied to the GPU in every step."
+        0.0, "Size of the layer weights that stay in host memory, in GiB. They are copied to the GPU in every step."
     )
     calculate_kv_scales: bool = option(
         False,
-        "Calibrate one K and one V scale per layer for an 8-bit KV cache at start-up; otherwise the scales are 1.",
+        "For an 8-bit KV cache: measure a scale of K and one of V per layer at start-up. Otherwise all scales are 1.",
     )
     kv_sharing_fast_prefill: bool = option(
         False,

@@ -34,32 +34,32 @@ _TORCH_COMPILE_KEYS: Final = (
 class CompilationConfig:
     """CUDA graphs and ahead-of-time compiled XLA programs."""
 
-    enforce_eager: bool = option(False, "Disable CUDA graphs: less memory, slower decode steps.")
+    enforce_eager: bool = option(False, "Disable CUDA graphs, which saves memory but makes decode steps slower.")
     cudagraph_capture_sizes: tuple[int, ...] = option(
         (),
-        "Batch sizes for which torch_cuda captures CUDA graphs; default: 1, 2, 4, multiples of 8 to 256, multiples of "
-        "16 above, and --max-num-seqs.",
+        "Batch sizes for which torch_cuda captures CUDA graphs; default: 1, 2, 4, multiples of 8 up to 256, then "
+        "multiples of 16, and --max-num-seqs.",
     )
     max_cudagraph_capture_size: int | None = option(
         None, "Largest batch size for which torch_cuda captures a CUDA graph; default: --max-num-seqs."
     )
     compilation_config: Mapping[str, Any] = option(
         {},
-        "Compilation settings as JSON: cudagraph_mode (NONE; FULL_DECODE_ONLY; FULL and FULL_AND_PIECEWISE, the "
-        "default, capture prefill and mixed steps of up to 1024 tokens, too), cudagraph_capture_sizes, "
-        "max_cudagraph_capture_size.",
+        "Compilation settings as JSON: cudagraph_mode, cudagraph_capture_sizes and max_cudagraph_capture_size. "
+        "cudagraph_mode is NONE, FULL_DECODE_ONLY (capture decode steps), or FULL or FULL_AND_PIECEWISE (the default:"
+        " also prefill and mixed steps of up to 1024 tokens).",
         aliases=("-cc",),
         parse=json_object,
     )
     compiled_bundle: str | None = option(
         None,
-        "Directory written by `pagoda compile --output`; jax_tpu loads its compiled programs instead of compiling. "
-        "Loading executes code from it: use trusted directories only.",
+        "Directory written by `pagoda compile --output`, from which jax_tpu loads its programs instead of compiling "
+        "them. Loading executes code from it: use trusted directories only.",
     )
     xla_cache_path: str | None = option(
         None,
         "Directory of jax_tpu's persistent compilation cache; default: pagoda/xla in the user's cache directory; "
-        "empty: none. Loading executes code from it: use trusted directories only.",
+        "empty: no cache. Compiled code is loaded from it: use trusted directories only.",
     )
     xla_check_recompilation: bool = option(
         False, "Raise an error if jax_tpu compiles a program after start-up, instead of counting it in the metrics."

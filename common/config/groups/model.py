@@ -61,8 +61,8 @@ class ModelConfig:
     )
     convert: Literal["auto", "none", "embed", "classify", "reward"] = option(
         "auto",
-        "Convert the model to a pooling model of this kind; auto: with --runner pooling, the kind that suits the "
-        "architecture.",
+        "Convert a generation model to a pooling model of this kind. auto: with --runner pooling, the kind that suits"
+        " the architecture; otherwise none.",
     )
     tokenizer: str | None = option(None, "Tokenizer: a directory, file or Hub id; default: the model's.")
     tokenizer_mode: str = option(
@@ -73,14 +73,14 @@ class ModelConfig:
     )
     trust_remote_code: bool = option(
         False,
-        "Allow --model-impl transformers to execute Python code of the model's folder. It allows nothing else.",
+        "Execute Python code from the model's folder; it is used with --model-impl transformers only.",
     )
     dtype: DType = option(
         "auto",
-        "Data type of weights and activations; auto: the checkpoint's if it has 16 bits, else bfloat16 (pooling "
-        "models: float16).",
+        "Data type of weights and activations. auto: the checkpoint's data type if it is a 16-bit one; otherwise "
+        "bfloat16, for pooling models float16.",
     )
-    seed: int = option(0, "Random seed for requests that set none.")
+    seed: int = option(0, "Random seed of requests that do not set one.")
     hf_config_path: str | None = option(None, "Directory or Hub id of the config.json to use instead of the model's.")
     revision: str | None = option(None, "Model revision on the Hub: branch, tag or commit.")
     code_revision: str | None = option(
@@ -92,7 +92,7 @@ class ModelConfig:
     max_model_len: int | None = option(
         None,
         "Maximum context length (prompt and output), in tokens (suffixes: 1k = 1000, 1K = 1024). auto or unset: the "
-        "model's maximum, reduced to what fits the KV cache.",
+        "model's maximum, or less if the KV cache is too small for it.",
         parse=human_readable_int_or_auto,
     )
     allow_long_max_model_len: bool = option(
@@ -122,8 +122,8 @@ class ModelConfig:
     max_logprobs: int = option(20, "Maximum number of logprobs per token in a request; -1: the vocabulary size.")
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(
         "raw_logprobs",
-        "Content of logprobs: log-probabilities or logits, before (raw) or after (processed) penalties, masks and "
-        "temperature.",
+        "What logprobs contain: log-probabilities or logits, taken before (raw) or after (processed) penalties, masks"
+        " and temperature.",
     )
     disable_sliding_window: bool = option(
         False, "Disable sliding-window attention and cap the context length at the window size."
@@ -136,8 +136,8 @@ class ModelConfig:
     )
     special_tokens_in_messages: Literal["text", "parse"] = option(
         "text",
-        "Special tokens written in chat messages of users and tools and in documents: text tokenises them as ordinary "
-        "text, parse makes them control tokens, as vLLM does. Messages of other roles are always parsed.",
+        "How the text of special tokens is read in documents and in chat messages of users and tools. text: as "
+        "ordinary text; parse: as control tokens, as in vLLM. Messages of other roles are always parsed.",
     )
     enable_prompt_embeds: bool = option(
         False, "Accept prompt embeddings: prompt_embeds in completion requests and in prompts of LLM."
@@ -174,21 +174,23 @@ class ModelConfig:
     )
     override_generation_config: Mapping[str, Any] = option(
         {},
-        "Overrides of the generation config as JSON; with --generation-config vllm these are the only defaults.",
+        "Overrides of generation_config.json as JSON. With --generation-config vllm they are the only sampling "
+        "defaults.",
         parse=json_object,
     )
     batch_invariant: bool = option(
         False,
-        "Compute each token's numbers independently of the batch, of prompt chunks and of cached prefixes, slower, so "
-        "that a prompt has the same output in any batch. Models with softmax attention.",
+        "Make a prompt's output independent of the other requests in the batch, of chunked prefill and of cached "
+        "prefixes, at some cost in speed. For models with softmax attention.",
     )
     enable_sleep_mode: bool = option(
         False, "Enable sleep mode, which releases GPU memory: LLM.sleep, or POST /sleep with --server-dev-mode."
     )
     model_impl: Literal["auto", "pagoda", "vllm", "transformers"] = option(
         "auto",
-        "Model implementation. pagoda or vllm: pagoda's own; transformers: the library's code over pagoda's KV cache "
-        "(jax_tpu: traced by torchax); auto: transformers for architectures that pagoda does not implement.",
+        "Model implementation. pagoda or vllm: pagoda's own. transformers: the transformers library's code with "
+        "pagoda's KV cache (on jax_tpu traced by torchax). auto: transformers only for architectures that pagoda does"
+        " not implement.",
         refused_values={"terratorch": "models of the library terratorch are not served; use auto"},
     )
     override_attention_dtype: str | None = option(
@@ -244,9 +246,9 @@ class LoadConfig:
 
     load_format: str = option(
         "auto",
-        "Format of the model weights: auto detects it, sharded_state is the output of `pagoda convert`, dummy uses "
-        "random weights. Also accepted: hf and bitsandbytes, as auto; npcache, as pt; runai_streamer, fastsafetensors "
-        "and instanttensor, as safetensors.",
+        "Format of the model weights. auto: detected; sharded_state: the output of `pagoda convert`; dummy: random "
+        "weights. hf and bitsandbytes mean auto, npcache means pt, and runai_streamer, fastsafetensors and "
+        "instanttensor mean safetensors.",
         choices=LOAD_FORMATS,
         refused_values=_UNSUPPORTED_FORMATS,
         same_values=_SAME_FORMATS,
@@ -281,7 +283,9 @@ class LoRAConfig:
     """LoRA adapters."""
 
     enable_lora: bool = option(False, "Enable LoRA adapters. The flags below apply only with it.")
-    max_loras: int = option(1, "Maximum number of LoRA adapters in a batch: the slots for them in device memory.")
+    max_loras: int = option(
+        1, "Maximum number of different LoRA adapters in one batch; each has a slot in device memory."
+    )
     max_lora_rank: int = option(
         16, f"Maximum rank of a LoRA adapter: one of {', '.join(map(str, LORA_RANKS))}. Sizes the slots."
     )
@@ -323,7 +327,9 @@ class MultiModalConfig:
     """Multimodal inputs: images, audio and video."""
 
     language_model_only: bool = option(
-        False, "Serve the text model of a multimodal checkpoint without media; without this flag with a warning."
+        False,
+        "Serve only the text model of a multimodal checkpoint. This happens in any case; the flag switches the "
+        "warning off.",
     )
     allowed_local_media_path: str = option(
         "", "Directory from which requests may read local media files.", no_effect=_TEXT_ONLY

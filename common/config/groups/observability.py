@@ -23,13 +23,13 @@ class ObservabilityConfig:
     )
     otlp_traces_endpoint: str | None = option(
         None,
-        "OpenTelemetry collector URL to which a span of each request is exported; needs the extra otlp. "
+        "URL of the OpenTelemetry collector that receives one span per request; needs the extra otlp. "
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL sets the protocol: grpc (default) or http/protobuf.",
     )
     collect_detailed_traces: tuple[str, ...] = option(
         (),
-        "Modules for which requests have spans of their phases, comma-separated: worker (prepare, queue), model "
-        "(prefill, decode), all; needs --otlp-traces-endpoint.",
+        "Modules whose phases get spans of their own in each request's trace, comma-separated: worker (prepare, "
+        "queue), model (prefill, decode) or all; needs --otlp-traces-endpoint.",
         parse=comma_separated,
     )
     kv_cache_metrics: bool = option(

@@ -24,8 +24,9 @@ class ParallelConfig:
 
     distributed_executor_backend: Literal["mp", "ray", "uni"] | None = option(
         None,
-        "How torch_cuda starts its tensor-parallel ranks: mp (processes on this machine, the default), ray (actors of "
-        "a Ray cluster) or uni (one rank, in the engine's process). Other backends drive all devices from one process.",
+        "How torch_cuda starts its tensor-parallel ranks: mp (processes on this machine, the default), ray (actors of"
+        " a Ray cluster) or uni (a single rank inside the engine's process). The other backends drive all devices "
+        "from one process.",
         refused_values={"external_launcher": "the engine starts its ranks itself; start one process and use mp"},
     )
     tensor_parallel_size: int = option(
@@ -42,15 +43,16 @@ class ParallelConfig:
     )
     data_parallel_size: int = option(
         1,
-        "Data-parallel size: number of model replicas that requests are distributed over. LLM, and benchmarks without "
-        "a server, drive one engine: they have replicas on jax_tpu in mode program only; else use serve or AsyncLLM.",
+        "Data-parallel size: number of model replicas that requests are distributed over. LLM and the offline "
+        "benchmarks drive one engine, which has several replicas only on jax_tpu in --data-parallel-mode program; "
+        "otherwise use serve or AsyncLLM.",
         aliases=("-dp",),
     )
     data_parallel_mode: Literal["auto", "program", "engines"] = option(
         "auto",
-        "How replicas run: program (one engine, whose steps are one XLA program over all devices; jax_tpu only) or "
-        "engines (an engine process for each replica, with devices and steps of its own); auto: program on jax_tpu, "
-        "engines elsewhere.",
+        "How replicas run. program: one engine steps all replicas together, in one XLA program over all devices "
+        "(jax_tpu only). engines: each replica has an engine process with devices and steps of its own. auto: program"
+        " on jax_tpu, engines elsewhere.",
     )
     data_parallel_rank: int | None = option(
         None, "Data-parallel rank of this engine.", aliases=("-dpn",), refused=_ONE_HOST, accepts=(0,)
@@ -127,13 +129,13 @@ class ParallelConfig:
         refused="worker extensions are not supported; use --plugins with --additional-config",
     )
     master_addr: str = option("127.0.0.1", "Address of node 0 in a multi-node deployment.")
-    master_port: int = option(29501, "Port on node 0 in a multi-node deployment; the following port is used too.")
-    nnodes: int = option(1, "Number of nodes that one model is sharded over.", aliases=("-n",))
+    master_port: int = option(29501, "Port on node 0 in a multi-node deployment; the next port is used too.")
+    nnodes: int = option(1, "Number of nodes (hosts) that one model is sharded over.", aliases=("-n",))
     node_rank: int = option(0, "Rank of this node; node 0 receives the requests.", aliases=("-r",))
     cluster_token_file: str | None = option(
         None,
-        "File with a secret that the nodes of a deployment prove to each other to know; default: the environment "
-        "variable PAGODA_CLUSTER_TOKEN. Without one, whoever reaches node 0's port can join.",
+        "File with a secret that the nodes of a deployment must share; default: the environment variable "
+        "PAGODA_CLUSTER_TOKEN. Without a secret, any host that reaches node 0's port can join.",
     )
     dcp_kv_cache_interleave_size: int = option(
         1, "KV cache interleave size of decode context parallelism, in tokens.", no_effect=_CP_ONLY

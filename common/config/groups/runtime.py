@@ -47,33 +47,37 @@ class RuntimeConfig:
         None, "Directory of the engine's Unix sockets; default: the system's temporary directory."
     )
     rpc_timeout: int = option(
-        15_000, "Milliseconds without a heartbeat (sent every second) after which the engine is considered dead."
+        15_000,
+        "Milliseconds without a heartbeat after which the engine is considered dead. The engine sends one every "
+        "second.",
     )
     engine_iteration_timeout_s: float = option(
-        600.0, "Maximum duration of one step, in seconds; an engine that exceeds it is considered hung."
+        600.0, "Maximum duration of one step, in seconds; an engine that exceeds it is considered stuck."
     )
     restart_engine: int = option(
         0,
-        "Maximum number of times per hour that an engine that died or is stuck is restarted; requests of which nothing "
-        "has been sent run again, the others fail. 0: the server exits.",
+        "Maximum number of times per hour that an engine that died or is stuck is restarted. Requests of which the "
+        "client has received nothing run again; the others fail. 0: no restart, the server exits.",
     )
     exit_on_stuck_engine: bool = option(
         False,
-        "End an engine that is stuck (--rpc-timeout, --engine-iteration-timeout-s), as if it had died; default: its "
-        "requests fail, new ones get HTTP 503 until it continues.",
+        "Treat a stuck engine (see --rpc-timeout and --engine-iteration-timeout-s) like one that died. Otherwise its "
+        "requests fail, and new ones get HTTP 503 until it continues.",
     )
     incident_dir: str | None = option(
         None,
-        "Directory for incident snapshots, which `pagoda replay` reads: written when the engine fails, on SIGUSR1 to "
-        "its process and by POST /incident_snapshot; default: ~/.cache/pagoda/incidents. The newest 16 files are kept.",
+        "Directory for incident snapshots, which `pagoda replay` reads; default: ~/.cache/pagoda/incidents. A "
+        "snapshot is written when the engine fails, on SIGUSR1 to its process, and on POST /incident_snapshot. The "
+        "newest 16 are kept.",
     )
     incident_tokens: bool = option(
-        False, "Write the token ids of unfinished requests to incident snapshots, which otherwise have none."
+        False, "Include the token ids of unfinished requests in incident snapshots; by default they are left out."
     )
     cpu_omp_threads_bind: str = option(
         "auto",
-        "CPU cores that the CPU backend's threads are pinned to, such as 0-3,8; auto, all or nobind: no pinning. "
-        "Replicas (--data-parallel-size) have cores of their own with auto, or by one list for each: 0-3|4-7.",
+        "CPU cores that the threads of the CPU backend are pinned to, such as 0-3,8. auto, all or nobind: no pinning."
+        " With replicas (--data-parallel-size), auto divides the cores among them; to choose them, give a list for "
+        "each, separated by |: 0-3|4-7.",
         parse=core_list,
     )
 

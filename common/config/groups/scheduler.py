@@ -37,21 +37,21 @@ class SchedulerConfig:
     )
     max_overload_seconds: float | None = option(
         None,
-        "Seconds for which more requests may wait for a slot than half of --max-num-seqs (at least 64); from then on "
-        "further requests get HTTP 429 until fewer wait. Once as many were refused as wait above that number, those "
-        "get it, too: the last ones of the API keys with most of them; and while as many are refused in 10 s as may "
-        "wait, a quarter may. A request of many sequences counts once. Default of a server: 2, or unlimited with "
-        "--max-num-queued-reqs; in Python: unlimited.",
+        "Load shedding. If more requests than half of --max-num-seqs (at least 64) wait for longer than this many "
+        "seconds, new requests get HTTP 429 until the queue is shorter. Under sustained overload the queue limit "
+        "falls to a quarter, and requests that already wait are refused too, newest first, from the API keys with "
+        "most of them. A request counts once, however many sequences it has. Default of a server: 2, or unlimited "
+        "with --max-num-queued-reqs; in Python: unlimited.",
     )
     max_key_share: float = option(
         0.5,
-        "Maximum share of --max-num-queued-reqs, of --max-num-queued-tokens, of the queue of grammar checks and of the "
-        "files of /v1/files that one API key may use, on servers with several keys; 1: all.",
+        "On servers with several API keys, the largest share that one key may use of --max-num-queued-reqs, "
+        "--max-num-queued-tokens, the queue of grammar checks and the files of /v1/files. 1: no limit per key.",
     )
     max_request_cost: int = option(
         MAX_REQUEST_COST,
-        "Maximum cost of a request in tokens: n x prompts x (prompt + max_tokens), where each generated token counts "
-        "as up to several the more tokens logit_bias, allowed_token_ids and bad_words list.",
+        "Maximum cost of a request, in tokens: n x prompts x (prompt + max_tokens). Long lists in logit_bias, "
+        "allowed_token_ids and bad_words raise the cost of each generated token.",
         parse=human_readable_int,
     )
     max_num_partial_prefills: int = option(1, "Maximum number of concurrent partial prefills.", refused=_NO_LIMIT)
@@ -73,10 +73,12 @@ class SchedulerConfig:
         None, "Scheduler class to use, as package.module.Class or entry point name; default: the built-in scheduler."
     )
     disable_hybrid_kv_cache_manager: bool = option(
-        False, "Allocate the same KV blocks for all layers; sliding-window layers then keep blocks outside the window."
+        False,
+        "Keep the KV cache of all tokens in every layer. Otherwise sliding-window layers free blocks that have left "
+        "their window.",
     )
     async_scheduling: bool = option(True, "Schedule the next step while the current one runs.")
-    stream_interval: int = option(1, "Tokens per streamed event; the first token is sent immediately.")
+    stream_interval: int = option(1, "Number of tokens per streamed event; the first token is sent immediately.")
 
     def __post_init__(self) -> None:
         queue = ("max_num_queued_reqs", "max_num_queued_tokens", "max_request_cost")

@@ -49,7 +49,9 @@ class ServerConfig:
         (), "API keys; if set, requests must send one of them (Authorization: Bearer KEY or X-API-Key). Repeatable."
     )
     chat_template: str | None = option(
-        None, "Chat template: a file, the template text, or chatml_tools; default: the model's."
+        None,
+        "Chat template: a file, the template's text, or chatml_tools, a built-in template that shows tools; default: "
+        "the model's.",
     )
     trust_request_chat_template: bool = option(False, "Allow requests to set chat_template; only for trusted clients.")
     response_role: str = option("assistant", "Role of the messages in chat responses.")
@@ -70,7 +72,9 @@ class ServerConfig:
     ssl_keyfile: str | None = option(None, "TLS private key file.")
     ssl_certfile: str | None = option(None, "TLS certificate file.")
     ssl_ca_certs: str | None = option(
-        None, "CA certificates file: for client certificates (see --ssl-cert-reqs) and the server's own chain."
+        None,
+        "File of CA certificates. It verifies client certificates (see --ssl-cert-reqs) and completes the server's "
+        "own certificate chain.",
     )
     ssl_cert_reqs: int = option(0, "Client certificates: 0 none, 1 optional, 2 required.")
     disable_fastapi_docs: bool = option(False, "Disable /docs, /redoc and /openapi.json.")
@@ -90,7 +94,9 @@ class ServerConfig:
     enable_log_outputs: bool = option(False, "Log model outputs; needs --enable-log-requests.")
     enable_log_deltas: bool = option(True, "Log each streamed delta; applies with --enable-log-outputs.")
     log_error_stack: bool = option(False, "Log the traceback of errors that end the command or fail a request.")
-    enable_server_load_tracking: bool = option(False, "Count requests in progress and serve GET /load.")
+    enable_server_load_tracking: bool = option(
+        False, "Count the requests in progress and serve the count at GET /load."
+    )
     enable_tokenizer_info_endpoint: bool = option(False, "Serve GET /tokenizer_info.")
     chat_template_content_format: Literal["auto", "string", "openai"] = option(
         "auto",
@@ -111,12 +117,14 @@ class ServerConfig:
     enable_ssl_refresh: bool = option(False, "Reload the TLS key and certificate when their files change.")
     api_server_count: int = option(
         1,
-        "Number of API server processes. All share one engine; each tokenises, detokenises and sends the responses of "
-        "its own connections.",
+        "Number of API server processes. They share one engine; each accepts connections of its own, tokenises their "
+        "prompts and sends their responses.",
         aliases=("-asc",),
     )
     headless: bool = option(
-        False, "Run without an HTTP server, following node 0; for nodes 1 and up of a multi-node deployment."
+        False,
+        "Run without an HTTP server, as node 1 or higher of a multi-node deployment; the node executes the steps of "
+        "node 0.",
     )
     lora_modules: tuple[str, ...] = option(
         (),
@@ -138,35 +146,39 @@ class ServerConfig:
     h11_max_incomplete_event_size: int = option(65536, "Maximum size of a request's head (line and headers), in bytes.")
     h11_max_header_count: int = option(256, "Maximum number of headers of a request.")
     timeout_headers: float = option(
-        10.0, "Timeout for receiving a request's head, in seconds, from the connection or the request's first byte."
+        10.0,
+        "Seconds within which the request line and headers must arrive, counted from the opening of the connection or"
+        " the first byte of the request.",
     )
     timeout_body: float = option(
         30.0,
-        "Timeout for receiving a request's body, in seconds without data; after it the average rate must be at least "
-        "1 KiB/s.",
+        "Maximum number of seconds without data while a request body arrives. A body that takes longer than this in "
+        "all must arrive at 1 KiB/s or more on average.",
     )
-    timeout_keep_alive: float = option(5.0, "Timeout of idle keep-alive connections, in seconds.")
+    timeout_keep_alive: float = option(5.0, "Seconds after which an idle keep-alive connection is closed.")
     max_connections: int = option(
         8192,
-        "Maximum number of open connections, per API server process. A further one replaces the one that has waited "
-        "longest for a request; if none waits, it gets HTTP 503.",
+        "Maximum number of open connections per API server process. Beyond it, a new connection closes the one that "
+        "has been idle longest; if none is idle, it gets HTTP 503.",
     )
     sse_keep_alive_interval: float = option(
-        0.0, "Interval of keep-alive comments in an idle SSE stream, in seconds, for proxies that time out; 0: none."
+        0.0,
+        "Seconds without output after which a stream sends a keep-alive comment, so that proxies do not time out; 0: "
+        "never.",
     )
     request_timeout: float = option(
         0.0,
-        "Maximum time from a request's acceptance to its last token, in seconds; it is then aborted: HTTP 504, or an "
-        "error event in a stream. 0: unlimited.",
+        "Maximum number of seconds from the acceptance of a request to its last token. The request is then aborted "
+        "with HTTP 504, or with an error event in a stream. 0: unlimited.",
     )
     shutdown_timeout: float = option(
         0.0,
-        "Grace period for requests in progress after SIGTERM, in seconds; those that do not finish get an error, and "
-        "make the exit status 1.",
+        "Seconds that requests in progress may take to finish after SIGTERM. Those that do not finish get an error, "
+        "and the exit status is then 1.",
     )
     drain_on_maintenance: bool = option(
         True,
-        "On a Cloud TPU host: stop, as after SIGTERM, when Google Cloud announces maintenance or preempts the host.",
+        "On a Cloud TPU host: shut down as after SIGTERM when Google Cloud announces maintenance or preempts the host.",
     )
     keep_alive_on_engine_death: bool = option(
         False, "Keep the server running after the engine dies; every request then gets HTTP 503."
@@ -177,21 +189,22 @@ class ServerConfig:
     max_body_bytes: int = option(32 * 2**20, "Maximum size of a request body, in bytes.")
     strict_requests: bool = option(
         False,
-        "Reject requests that contain fields, hints or tool types without effect (HTTP 400), instead of listing them "
-        "in the response header x-pagoda-ignored.",
+        "Reject requests with fields, hints or tools that have no effect (HTTP 400). Otherwise the response header "
+        "x-pagoda-ignored lists them.",
     )
     max_stop_strings: int = option(16, "Maximum number of stop strings of a request.")
     max_stored_responses: int = option(
         1024,
-        "Maximum number of /v1/responses results stored for retrieval and previous_response_id; oldest are dropped "
-        "first. 0: none.",
+        "Maximum number of responses of /v1/responses that are stored, for retrieval and previous_response_id; the "
+        "oldest are dropped first. 0: none.",
     )
     max_stored_response_bytes: int = option(
         64 * 2**20, "Maximum memory for stored responses, in bytes; 0: none are stored."
     )
     files_dir: str | None = option(
         None,
-        "Directory for files of /v1/files and the state of /v1/batches; default: a temporary one, removed at the end.",
+        "Directory for the files of /v1/files and the state of /v1/batches; default: a temporary directory, which is "
+        "removed when the server stops.",
     )
     max_stored_files: int = option(1000, "Maximum number of files of /v1/files, outputs of batches included; 0: none.")
     max_stored_file_bytes: int = option(4 * 2**30, "Maximum size of all files of /v1/files together, in bytes.")

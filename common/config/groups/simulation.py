@@ -14,25 +14,25 @@ class SimulationConfig:
     """How long simulated steps take, and which drafts are accepted. Read by the backend `simulated` only."""
 
     calibration: str | None = option(
-        None, "File of measured step times, written by `pagoda calibrate`, for --backend simulated."
+        None, "For --backend simulated: file of measured step times, written by `pagoda calibrate`."
     )
     hardware: str | None = option(
         None,
-        "Accelerator to simulate by its data sheet: a100, h100, h200, b200, l4, v5e, v5p, v6e or v7x; see "
-        "docs/guides/capacity-planning.md.",
+        "For --backend simulated: accelerator whose step times are computed from its data sheet: a100, h100, h200, "
+        "b200, l4, v5e, v5p, v6e or v7x; see docs/guides/capacity-planning.md.",
     )
     compile_report: str | None = option(
         None,
-        "Report of `pagoda compile --output-json`, whose cycles take the place of the roofline of --hardware.",
+        "Report of `pagoda compile --output-json`. Its cycle counts replace the roofline estimate of --hardware.",
     )
     acceptance_rate: float | None = option(
         None,
-        "Assumed probability that a draft is accepted if all before it are, for --backend simulated; every sequence "
-        "then has drafts in every step. Default: drafts are checked against the simulated output tokens.",
+        "For --backend simulated: probability that a draft token is accepted if all drafts before it are. Every "
+        "sequence then has drafts in every step. Default: drafts are compared with the simulated output tokens.",
     )
     simulated_time: Literal["real", "none"] = option(
         "real",
-        "real: a step of --backend simulated takes as long as the model of step times says; none: it takes no time.",
+        "Duration of a step of --backend simulated. real: as long as the model of step times predicts; none: no time.",
     )
 
     def __post_init__(self) -> None:

@@ -33,18 +33,18 @@ class StructuredOutputsConfig:
     )
     reasoning_config: Mapping[str, Any] = option(
         {},
-        "Reasoning settings as JSON: reasoning_parser (as --reasoning-parser), reasoning_start_str (text that starts "
-        "the reasoning), reasoning_end_str (text that is generated when thinking_token_budget is spent; it may lead "
-        "over to the answer before the parser's own end). The strings default to the parser's.",
+        "Reasoning settings as JSON. reasoning_parser: as --reasoning-parser. reasoning_start_str: text that starts "
+        "the reasoning. reasoning_end_str: text that is inserted when thinking_token_budget is spent, such as a "
+        "sentence that leads to the answer. The strings default to the parser's.",
         parse=json_object,
     )
     structured_outputs_config: Mapping[str, Any] = option(
         {},
-        "Structured output settings as JSON: backend (auto or guidance: llguidance; or xgrammar), "
-        "disable_any_whitespace (JSON without white space), disable_additional_properties (reject properties that are "
-        "not in the schema; default: unless parts of the schema may add some), "
-        "enable_in_reasoning (apply the grammar to the reasoning part too). disable_fallback "
-        "has no effect: there is no fallback backend.",
+        "Structured output settings as JSON. backend: auto or guidance (llguidance), or xgrammar. "
+        "disable_any_whitespace: generate JSON without white space. disable_additional_properties: generate only "
+        "properties that the schema lists; by default this is so unless the schema can add properties elsewhere. "
+        "enable_in_reasoning: apply the grammar to the reasoning too. disable_fallback has no effect: there is no "
+        "fallback backend.",
         parse=json_object,
     )
 

@@ -33,7 +33,7 @@ from pagoda.common.observe.logs import configure
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.cli.serving.api_servers import AGAIN, HURRY, KEEP, NUMBER_BYTES, READY, RELEASE
 from pagoda.server.cli.serving.serve import application, bind_unix, until_stopped
-from pagoda.server.core_client.replicas import ReplicaClient
+from pagoda.server.core_client.replica_client import ReplicaClient
 from pagoda.server.core_client.shared import SharedClient
 from pagoda.server.http.connections import TRANSPORT, raise_descriptor_limit
 from pagoda.server.http.forward import Forwarder

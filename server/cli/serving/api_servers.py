@@ -34,7 +34,7 @@ from pagoda.server.cli.serving.signals import deferring_signals, ignore_signals
 from pagoda.server.core_client import start_shared_engine
 from pagoda.server.core_client.ipc_messages import EngineInfo, Failed, FromEngine, Ready, Rejoin, encode, raised
 from pagoda.server.core_client.process_client import ProcessClient
-from pagoda.server.core_client.replicas import ReplicaClient
+from pagoda.server.core_client.replica_client import ReplicaClient
 from pagoda.server.core_client.shared import output_address
 from pagoda.server.processing.workers.child import child_env, describe_exit
 

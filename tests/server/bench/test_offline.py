@@ -28,7 +28,7 @@ from pagoda.server.bench.report.machine import machine, processor_kind
 from pagoda.server.cli import main
 from pagoda.server.core_client import engine_processes
 from pagoda.server.core_client.process_client import ProcessClient
-from pagoda.server.core_client.replicas import ReplicaClient
+from pagoda.server.core_client.replica_client import ReplicaClient
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.settings.flags import EngineArgs, FlagParser

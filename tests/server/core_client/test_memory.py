@@ -59,7 +59,7 @@ def test_systems_without_the_call_are_left_alone() -> None:
 
 PROGRAM = """
 import asyncio, json
-from pagoda.server import memory
+from pagoda.server.core_client import memory
 body = json.dumps([{"role": "user", "content": "x" * 200, "number": number} for number in range(60_000)])
 
 def work():

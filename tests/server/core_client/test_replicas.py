@@ -29,7 +29,7 @@ from pagoda.common.observe.metrics import Metrics
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.core_client import check_start, engine_processes
-from pagoda.server.core_client import replicas as module
+from pagoda.server.core_client import replica_client as module
 from pagoda.server.core_client.client import EngineClient, Listener
 from pagoda.server.core_client.ipc_messages import (
     NO_OTHERS,
@@ -53,7 +53,7 @@ from pagoda.server.core_client.ipc_messages import (
     WakeUp,
 )
 from pagoda.server.core_client.process_client import ProcessClient
-from pagoda.server.core_client.replicas import ReplicaClient, ReplicaRouter, merge_infos
+from pagoda.server.core_client.replica_client import ReplicaClient, ReplicaRouter, merge_infos
 from pagoda.server.core_client.restarting import RestartingClient
 from pagoda.server.settings.flags import AsyncEngineArgs
 

@@ -18,7 +18,7 @@ from pagoda.common.engine.pooling.scheduler import PoolingScheduler
 from pagoda.common.engine.pooling.values import PoolingRules, PoolingTask
 from pagoda.common.errors import ConfigError, ModelError, RequestError, WeightError
 from pagoda.common.models.spec import ModelSpec, Pooler
-from pagoda.server import ipc_messages
+from pagoda.server.core_client import ipc_messages
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import resolve
 from pagoda.server.settings.tokenizer import open_tokenizer

@@ -63,8 +63,8 @@ class DatasetConfig:
 
     dataset_name: str = option(
         "random",
-        "Dataset of prompts. random, random-rerank, prefix_repetition, sonnet and multi_turn are made up; the others "
-        "are read from --dataset-path.",
+        "Dataset of prompts. random, random-rerank, prefix_repetition, sonnet and multi_turn are generated; the "
+        "others are read from --dataset-path.",
         choices=(*SYNTHETIC, *FROM_FILES),
         refused_values={
             **dict.fromkeys(("random-mm", "custom_audio", "custom_image"), _MEDIA),
@@ -78,30 +78,28 @@ class DatasetConfig:
     )
     num_prompts: int = option(1000, "Number of requests.")
     input_len: int | None = option(None, "Prompt length, in tokens, of random prompts; overrides --random-input-len.")
-    output_len: int | None = option(
-        None, "Output length, in tokens, for any dataset; default: that of the dataset's own flag."
-    )
+    output_len: int | None = option(None, "Output length, in tokens; overrides the output length of every dataset.")
     no_oversample: bool = option(
-        False, "Send fewer requests than --num-prompts if the file has fewer, instead of repeating its prompts."
+        False, "Send fewer requests than --num-prompts if the dataset is smaller. Otherwise its prompts are repeated."
     )
-    disable_shuffle: bool = option(False, "Keep the order of the file.")
+    disable_shuffle: bool = option(False, "Send the prompts in the order of the file.")
     skip_chat_template: bool = option(
-        False, "Send prompts of custom and spec_bench as they are, not rendered by the chat template."
+        False, "Send prompts of custom and spec_bench without applying the chat template."
     )
     chat_template_kwargs: Mapping[str, Any] = option(
-        {}, "Variables for the chat template that renders prompts here.", parse=json_object
+        {}, "Variables of the chat template that the benchmark applies to prompts, as JSON.", parse=json_object
     )
     random_input_len: int = option(1024, "Prompt length, in tokens.")
     random_output_len: int = option(128, "Output length, in tokens.")
     random_range_ratio: tuple[float, ...] = option(
         (0.0, 0.0),
-        "Range of lengths: uniform in length * (1 - ratio) to length * (1 + ratio); 0 <= ratio < 1. Two ratios: "
-        '{"input": 0.3, "output": 0.5}.',
+        "Spread of the lengths: they are uniform between length * (1 - ratio) and length * (1 + ratio), with 0 <= "
+        'ratio < 1. Separate ratios: {"input": 0.3, "output": 0.5}.',
         parse=_range_ratio,
     )
     random_prefix_len: int = option(0, "Length of a prefix shared by all prompts, in tokens; added to each prompt.")
     random_batch_size: int = option(
-        1, "Prompts per request of the embeddings backends; documents per request of random-rerank."
+        1, "Number of prompts per request with embedding backends; number of documents per request with random-rerank."
     )
     no_reranker: bool = option(
         False, "The model is not a reranker.", no_effect="queries and documents are sent alike to all models"
@@ -110,27 +108,39 @@ class DatasetConfig:
     prefix_repetition_suffix_len: int = option(256, "Length of the rest of each prompt, in tokens.")
     prefix_repetition_num_prefixes: int = option(10, "Number of different prefixes; prompts are divided among them.")
     prefix_repetition_output_len: int = option(128, "Output length, in tokens.")
-    sonnet_input_len: int = option(550, "Prompt length, in tokens: whole lines of verse, so about that many.")
+    sonnet_input_len: int = option(
+        550, "Approximate prompt length, in tokens; prompts consist of whole lines of verse."
+    )
     sonnet_output_len: int = option(150, "Output length, in tokens.")
-    sonnet_prefix_len: int = option(200, "Length of the lines that all prompts begin with, in tokens.")
+    sonnet_prefix_len: int = option(
+        200, "Length of the lines at the beginning of every prompt that all prompts share, in tokens."
+    )
     multi_turn_num_turns: int = option(
-        4, "Requests per conversation; each repeats the conversation so far, the server's answers included."
+        4,
+        "Number of requests per conversation. Each request contains the conversation so far, with the server's "
+        "answers.",
     )
     multi_turn_input_len: int = option(128, "Length of each user message, in tokens.")
     multi_turn_output_len: int = option(128, "Length of each answer, in tokens.")
-    multi_turn_prefix_len: int = option(0, "Length of a beginning that all conversations share, in tokens.")
+    multi_turn_prefix_len: int = option(0, "Length of a prefix shared by all conversations, in tokens.")
     sharegpt_output_len: int | None = option(None, "Output length, in tokens; default: that of the recorded answer.")
-    custom_output_len: int = option(256, "Output length, in tokens; -1: output_tokens of each line.")
+    custom_output_len: int = option(
+        256, "Output length, in tokens; -1: the value of output_tokens in each line of the file."
+    )
     spec_bench_output_len: int = option(256, "Output length, in tokens.")
     spec_bench_category: str | None = option(None, "Category of questions; default: all.")
-    timed_trace_chunk_hash_size: int = option(16, "Tokens per hash id.")
+    timed_trace_chunk_hash_size: int = option(16, "Number of tokens in the chunk that one hash id stands for.")
     timed_trace_label_timestamp: str = option("timestamp", "Key of the arrival time.")
     timed_trace_label_input_length: str = option("input_length", "Key of the prompt length, in tokens.")
     timed_trace_label_output_length: str = option("output_length", "Key of the output length, in tokens.")
     timed_trace_label_hash_ids: str = option(
-        "hash_ids", "Key of the hash ids of the prompt's chunks; equal ids are equal tokens. Without: random tokens."
+        "hash_ids",
+        "Key of the hash ids of the prompt's chunks; chunks with equal ids get equal tokens. Without this key, "
+        "prompts are random tokens.",
     )
-    timed_trace_sec_multiplier: float = option(1.0, "Seconds per unit of the timestamps: 0.001 for milliseconds.")
+    timed_trace_sec_multiplier: float = option(
+        1.0, "Factor that converts timestamps to seconds: 0.001 for milliseconds."
+    )
 
     def __post_init__(self) -> None:
         need_positive(

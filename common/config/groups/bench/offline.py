@@ -67,20 +67,25 @@ class ThroughputConfig:
         False, "Queue all requests before the first step.", no_effect="requests are always queued before the first step"
     )
     async_engine: bool = option(
-        False, "Use AsyncLLM, whose engines have processes of their own: one for each of --data-parallel-size replicas."
+        False,
+        "Use AsyncLLM, which runs the engine in a process of its own, or one engine process for each replica of "
+        "--data-parallel-size.",
     )
-    rounds: int = option(3, "Measurements of each engine when there are several.")
+    rounds: int = option(3, "Number of measurements per engine if several engines are compared.")
     peer_python: tuple[str, ...] = option(
         (), "ENGINE=PYTHON pairs: the interpreter of an environment that has the engine, such as vllm=venv/bin/python."
     )
     peer_model: tuple[str, ...] = option(
-        (), "ENGINE=MODEL pairs, where another engine reads another file: llama.cpp=model.gguf. Use equal weight bits."
+        (),
+        "ENGINE=MODEL pairs for engines that need another file, such as llama.cpp=model.gguf. Choose files with the "
+        "same number of bits per weight.",
     )
     peer_args: tuple[str, ...] = option(
-        (), 'ENGINE=JSON pairs: further arguments of an engine\'s constructor: vllm={"gpu_memory_utilization": 0.4}.'
+        (),
+        'ENGINE=JSON pairs: extra arguments of an engine\'s constructor, such as vllm={"gpu_memory_utilization": 0.4}.',
     )
-    hf_max_batch_size: int = option(64, "Most requests per batch of transformers.")
-    hf_enable_torch_compile: bool = option(False, "Compile the model of transformers with torch.compile.")
+    hf_max_batch_size: int = option(64, "Maximum number of requests per batch of transformers.")
+    hf_enable_torch_compile: bool = option(False, "Run the model of transformers with torch.compile.")
 
     def __post_init__(self) -> None:
         need_positive(self, "n", "rounds", "hf_max_batch_size")
@@ -146,11 +151,13 @@ class ThroughputConfig:
 class StartupConfig:
     """Workload of `bench startup`: starts of a server, with empty and with filled caches of compiled programs."""
 
-    num_iters_cold: int = option(0, "Number of measured starts with an empty cache of compiled programs each.")
+    num_iters_cold: int = option(0, "Number of measured starts with an empty cache of compiled programs.")
     num_iters_warmup: int = option(1, "Number of warm-up starts, which fill the disk cache.")
     num_iters_warm: int | None = option(None, "Number of measured starts after the warm-up; default: --num-iters.")
     num_iters: int = option(3, "Number of measured starts after the warm-up.")
-    input_len: int = option(8, "Length of the prompt whose first output token ends the measurement, in tokens.")
+    input_len: int = option(
+        8, "Prompt length, in tokens. A start is measured up to the first output token of this prompt."
+    )
     output_json: str | None = option(None, "Output file for the results, as JSON.")
 
     def __post_init__(self) -> None:

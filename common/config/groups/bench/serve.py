@@ -93,18 +93,19 @@ class ServeLoadConfig:
     )
     skip_tokenizer_init: bool = option(
         False,
-        "Use no tokenizer; for prompts that are text (custom with --skip-chat-template). Tokens: the server's count.",
+        "Load no tokenizer; prompts must then be text (custom with --skip-chat-template), and tokens are counted by "
+        "the server.",
     )
     prompt_token_ids: bool = option(
         False,
-        "Send prompts of the completions API as token ids instead of text: exact lengths, and no tokenising in the "
-        "server, which must take ids.",
+        "Send prompts to the completions API as token ids instead of text, so that lengths are exact and the server "
+        "does not tokenise. The server must accept token ids.",
     )
     seed: int = option(0, "Random seed for prompts, lengths, adapters and arrival times.")
     ignore_eos: bool = option(
         False,
-        "Ignore end-of-sequence tokens and generate the full output length; always so for random, multi_turn and "
-        "timed_trace with generation.",
+        "Ignore end-of-sequence tokens, so that the full output length is generated. Always on for generation with "
+        "random, multi_turn and timed_trace.",
     )
     temperature: float | None = option(None, "Sampling temperature; default: the server's.")
     top_p: float | None = option(None, "Top-p.")
@@ -114,7 +115,7 @@ class ServeLoadConfig:
     presence_penalty: float | None = option(None, "Presence penalty.")
     repetition_penalty: float | None = option(None, "Repetition penalty.")
     logprobs: int | None = option(None, "Number of logprobs per output token.")
-    extra_body: Mapping[str, Any] = option({}, "Further fields of each request's body.", parse=json_object)
+    extra_body: Mapping[str, Any] = option({}, "Extra fields of each request's body, as JSON.", parse=json_object)
     use_beam_search: bool = option(
         False, "Use beam search.", refused="its answers are not streamed; use `bench latency --use-beam-search`"
     )
@@ -123,15 +124,17 @@ class ServeLoadConfig:
     )
     num_warmups: int = option(1, "Number of warm-up requests, at most --max-concurrency at once.")
     ready_check_timeout_sec: int = option(
-        0, "Seconds to wait until a first request succeeds; 0: start with the warm-up at once."
+        0, "Seconds to wait for a first successful request before the benchmark starts; 0: do not wait."
     )
     probe_request_rate: float = option(
         0.0,
-        "Requests per second of one output token each beside the load, outside --max-concurrency; their latency is "
-        "reported apart.",
+        "Rate of probe requests, per second. Probes generate one token each, are sent in addition to the load, do not"
+        " count towards --max-concurrency, and their latency is reported separately.",
     )
     profile: bool = option(
-        False, "Have the server write a trace of the load: POST /start_profile and /stop_profile (--profiler-config)."
+        False,
+        "Have the server trace the load through POST /start_profile and /stop_profile; the server needs "
+        "--profiler-config.",
     )
 
     def __post_init__(self) -> None:
@@ -199,8 +202,8 @@ class ResultFileConfig:
     )
     timeline_itl_thresholds: tuple[float, ...] = option(
         (25.0, 50.0),
-        "Two comma-separated inter-token latencies in milliseconds: the timeline shows tokens below the first green, "
-        "above the second red, between them orange.",
+        "Two inter-token latencies in milliseconds, separated by a comma. The timeline shows tokens faster than the "
+        "first in green, slower than the second in red, and the others in orange.",
         parse=_thresholds,
     )
     plot_dataset_stats: bool = option(

@@ -17,15 +17,15 @@ class SweepConfig:
 
     serve_params: str | None = option(
         None,
-        "JSON file of combinations of server flags: a list of objects, or an object of named ones. Default: one "
-        "combination, of no flags.",
+        "JSON file with the combinations of server flags to run: a list of objects, or an object of named objects. "
+        "Default: one run without extra flags.",
     )
     output_dir: str = option("results", "Directory of all experiments.", aliases=("-o",))
     experiment_name: str | None = option(
         None, "Name of this experiment's folder in --output-dir; default: the current time.", aliases=("-e",)
     )
-    num_runs: int = option(3, "Measured runs per combination.")
-    resume: bool = option(False, "Continue an experiment: run only what has no results yet.")
+    num_runs: int = option(3, "Number of measured runs per combination.")
+    resume: bool = option(False, "Continue an experiment: run only the combinations without results.")
     dry_run: bool = option(False, "Print the commands without running them.")
     show_stdout: bool = option(False, "Show the output of the commands.")
 
@@ -45,7 +45,8 @@ class SweepServeConfig:
         None, "Command to run after each benchmark; default: reset the server's prefix cache."
     )
     bench_params: str | None = option(
-        None, "JSON file of combinations of benchmark flags, each of which runs with each of --serve-params."
+        None,
+        "JSON file with the combinations of benchmark flags to run; each runs with each combination of --serve-params.",
     )
     link_vars: tuple[str, ...] = option(
         (),
@@ -53,9 +54,11 @@ class SweepServeConfig:
         "max_num_seqs=max_concurrency.",
         parse=comma_separated,
     )
-    warmup_num_prompts: int = option(0, "Requests of one run before the measured ones of each combination; 0: none.")
+    warmup_num_prompts: int = option(
+        0, "Number of requests of a warm-up run before the measured runs of each combination; 0: no warm-up."
+    )
     server_ready_timeout: int = option(300, "Seconds to wait until the server is ready.")
-    continue_on_error: bool = option(False, "Record a failed run and go on instead of ending the sweep.")
+    continue_on_error: bool = option(False, "Record a failed run and continue with the next. Otherwise the sweep ends.")
 
     def __post_init__(self) -> None:
         for name in ("serve_cmd", "bench_cmd"):
@@ -76,9 +79,9 @@ class SlaConfig:
         None, 'JSON file of objectives: a list of objects such as {"p99_ttft_ms": "<=500", "mean_tpot_ms": "<50"}.'
     )
     sla_variable: Literal["request_rate", "max_concurrency"] = option(
-        "request_rate", "The flag whose largest value that meets the objectives is searched, among integers."
+        "request_rate", "Integer flag to search: the sweep finds its largest value that meets the objectives."
     )
-    sla_iters: int = option(20, "Most values to try per combination.")
+    sla_iters: int = option(20, "Maximum number of values to try per combination.")
 
     def __post_init__(self) -> None:
         if not self.sla_params:
@@ -92,7 +95,8 @@ class SweepStartupConfig:
 
     startup_cmd: str = option("pagoda bench startup", "Command of the benchmark.")
     startup_params: str | None = option(
-        None, "JSON file of combinations of its flags, each of which runs with each of --serve-params."
+        None,
+        "JSON file with the combinations of benchmark flags to run; each runs with each combination of --serve-params.",
     )
     strict_params: bool = option(
         False,
@@ -106,12 +110,22 @@ class PlotConfig:
     """Figures of `bench sweep plot`; the report page has the same curves."""
 
     fig_dir: str = option("", "Directory of the figures, relative to the experiment's.")
-    fig_by: tuple[str, ...] = option((), "Comma-separated variables: a figure for each.", parse=comma_separated)
-    row_by: tuple[str, ...] = option((), "Comma-separated variables: a row of plots for each.", parse=comma_separated)
-    col_by: tuple[str, ...] = option(
-        (), "Comma-separated variables: a column of plots for each.", parse=comma_separated
+    fig_by: tuple[str, ...] = option(
+        (), "Comma-separated variables; each combination of their values gets its own figure.", parse=comma_separated
     )
-    curve_by: tuple[str, ...] = option((), "Comma-separated variables: a curve for each.", parse=comma_separated)
+    row_by: tuple[str, ...] = option(
+        (),
+        "Comma-separated variables; each combination of their values gets its own row of plots.",
+        parse=comma_separated,
+    )
+    col_by: tuple[str, ...] = option(
+        (),
+        "Comma-separated variables; each combination of their values gets its own column of plots.",
+        parse=comma_separated,
+    )
+    curve_by: tuple[str, ...] = option(
+        (), "Comma-separated variables; each combination of their values gets its own curve.", parse=comma_separated
+    )
     var_x: str = option("total_token_throughput", "Variable of the x axis.")
     var_y: str = option("median_ttft_ms", "Variable of the y axis.")
     filter_by: tuple[str, ...] = option(
@@ -119,16 +133,17 @@ class PlotConfig:
     )
     bin_by: tuple[str, ...] = option(
         (),
-        "Comma-separated NAME%SIZE pairs: round the variable down to a multiple of the size, such as request_rate%2.",
+        "Comma-separated NAME%SIZE pairs, such as request_rate%2: values of the variable are rounded down to "
+        "multiples of the size.",
         parse=comma_separated,
     )
     scale_x: str | None = option(None, "Scale of the x axis.", choices=SCALES)
     scale_y: str | None = option(None, "Scale of the y axis.", choices=SCALES)
-    fig_name: str = option("FIGURE", "Beginning of the figures' names.")
+    fig_name: str = option("FIGURE", "Prefix of the figures' file names.")
     fig_width: float = option(6.4, "Width of each plot, in inches.")
     fig_height: float = option(4.8, "Height of each plot, in inches.")
     fig_dpi: int = option(300, "Resolution of the figures, in dots per inch.")
-    no_error_bars: bool = option(False, "Draw no standard deviations of the runs of a combination.")
+    no_error_bars: bool = option(False, "Do not draw the standard deviation over the runs of a combination.")
     dry_run: bool = option(False, "Print the figures without drawing them.")
 
     def __post_init__(self) -> None:
@@ -143,14 +158,16 @@ class ParetoConfig:
     """The figure of `bench sweep plot_pareto`: tokens per second and user against tokens per second and device."""
 
     user_count_var: str = option(
-        "max_concurrency", "Variable of the number of users; without it the measured peak of concurrent requests."
+        "max_concurrency", "Variable that holds the number of users; default: the measured peak of concurrent requests."
     )
     gpu_count_var: str | None = option(
-        None, "Variable of the number of devices; default: tensor, pipeline and data parallel sizes multiplied."
+        None,
+        "Variable that holds the number of devices; default: the product of the tensor, pipeline and data parallel "
+        "sizes.",
     )
     label_by: tuple[str, ...] = option(
         ("max_concurrency", "gpu_count"),
-        "Comma-separated variables written beside the frontier.",
+        "Comma-separated variables whose values label the points of the frontier.",
         parse=comma_separated,
     )
     dry_run: bool = option(False, "Print the points without drawing them.")

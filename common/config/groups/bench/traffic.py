@@ -23,20 +23,21 @@ OBJECTIVES: Final = ("ttft", "tpot", "e2el")
 class TrafficConfig:
     """Arrival times of requests."""
 
-    request_rate: float = option(math.inf, "Requests per second; inf: all requests at once.")
+    request_rate: float = option(math.inf, "Number of requests per second; inf: send all requests at once.")
     burstiness: float = option(
         1.0,
-        "Burstiness of request arrivals: gaps follow a gamma distribution of this shape. 1 is a Poisson process, below "
-        "1 burstier, above 1 more uniform, inf constant gaps.",
+        "Burstiness of arrivals: the shape of the gamma distribution of the gaps between requests. 1: Poisson "
+        "arrivals; below 1: burstier; above 1: more regular; inf: constant gaps.",
     )
     ramp_up_strategy: Literal["linear", "exponential"] | None = option(
-        None, "Change the request rate from --ramp-up-start-rps to --ramp-up-end-rps over the requests."
+        None, "How the request rate changes from --ramp-up-start-rps to --ramp-up-end-rps over the run."
     )
     ramp_up_start_rps: float | None = option(None, "Request rate at the beginning of a ramp-up.")
     ramp_up_end_rps: float | None = option(None, "Request rate at the end of a ramp-up.")
     max_concurrency: int | None = option(None, "Maximum number of concurrent requests; default: unlimited.")
     self_timed: bool | None = option(
-        None, "Use the arrival times of the file (timed_trace, burstgpt); default: for timed_trace only."
+        None,
+        "Send requests at the arrival times of the file (timed_trace, burstgpt); default: on for timed_trace only.",
     )
 
     def __post_init__(self) -> None:
@@ -79,8 +80,8 @@ class ReportConfig:
     )
     goodput: tuple[str, ...] = option(
         (),
-        "Service level objectives as KEY:MILLISECONDS pairs, such as ttft:500 tpot:50 e2el:5000: report how many "
-        "requests per second meet all of them.",
+        "Latency objectives as KEY:MILLISECONDS pairs, such as ttft:500 tpot:50 e2el:5000. The report then includes "
+        "goodput: the number of requests per second that meet all objectives.",
     )
 
     def __post_init__(self) -> None:

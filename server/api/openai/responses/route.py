@@ -28,7 +28,7 @@ from pagoda.server.api.openai.responses.input import (
 )
 from pagoda.server.api.openai.responses.output import ResponsesBuilder, ResponseView
 from pagoda.server.api.openai.responses.request import ResponsesRequest
-from pagoda.server.api.openai.responses.stored import encoded_json, event_stream
+from pagoda.server.api.openai.responses.retrieval import encoded_json, event_stream
 from pagoda.server.api.openai.responses.tools import OfferedTool
 from pagoda.server.http.body import note_ignored, read_body
 from pagoda.server.http.errors import HttpError
