@@ -220,10 +220,10 @@ def find(architecture: str) -> tuple[Family, PoolUse | None]:
     Raises ModelError naming the nearest supported architectures, or for a family of somebody else that cannot be
     loaded.
     """
-    found = _find(architecture)
-    if found is None:
+    family_and_use = _find(architecture)
+    if family_and_use is None:
         raise ModelError(f"{unsupported(architecture)}; --model-impl transformers runs those that transformers knows")
-    return found
+    return family_and_use
 
 
 def abilities(architecture: str, *, by_name: bool) -> tuple[PoolUse | None, bool]:
@@ -263,7 +263,8 @@ def _find(architecture: str) -> tuple[Family, PoolUse | None] | None:
             continue
         stem = architecture.removesuffix(suffix)
         if stem in ENCODERS:
-            return _load(*ENCODERS[stem]), use
+            module, name = ENCODERS[stem]
+            return _load(module, name), use
         for generator in _GENERATORS if suffix != "ForMaskedLM" else ():
             if (family := _generator(stem + generator)) is not None:
                 return family, use
@@ -312,7 +313,10 @@ def _generator(architecture: str) -> Family | None:
     """Return the family of a generating architecture, None if it is unknown."""
     added = ModelRegistry.added().get(architecture)
     if added is None:
-        return _load(*ARCHITECTURES[architecture]) if architecture in ARCHITECTURES else None
+        if architecture not in ARCHITECTURES:
+            return None
+        module, name = ARCHITECTURES[architecture]
+        return _load(module, name)
     if isinstance(added, Family):
         return added
     try:

@@ -447,9 +447,9 @@ class ModelSpec:
         layers: list[tuple[tuple[int, ...], ...]] = []
         numbers = itertools.count()
         for layer in self.layers:
-            own = (tuple(itertools.islice(numbers, len(mixer.caches()))) for mixer in layer.mixers)
+            kept = (tuple(itertools.islice(numbers, len(mixer.caches()))) for mixer in layer.mixers)
             owners = (mixer.cache_owner for mixer in layer.mixers)
-            layers.append(tuple(kept if owner is None else layers[owner][0] for kept, owner in zip(own, owners)))
+            layers.append(tuple(mine if owner is None else layers[owner][0] for mine, owner in zip(kept, owners)))
         return tuple(layers)
 
     @property

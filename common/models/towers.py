@@ -202,7 +202,7 @@ def text_model(config: Mapping[str, Any]) -> TextModel:
         return TextModel(text, tower.sections, tower)
     if not tower.flat:
         raise ModelError(f"config.json: {'.'.join(tower.sections)} is missing (architecture {name})")
-    flat = {key: value for key, value in config.items() if not any(fnmatchcase(key, each) for each in _MEDIA_KEYS)}
+    flat = {key: value for key, value in config.items() if not any(fnmatchcase(key, media) for media in _MEDIA_KEYS)}
     return TextModel({**flat, "architectures": [tower.architecture]}, (), tower)
 
 

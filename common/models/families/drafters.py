@@ -131,9 +131,9 @@ def read_speculators(config: Mapping[str, Any]) -> SpeculatorsConfig | None:
     unknown = config.keys() - {*_OWN_KEYS, *_BOOKKEEPING}
     if unknown:
         raise ModelError(f"{_TYPE_KEY} {kind}: key {min(unknown)} is unknown and could change the drafter")
-    own = {key: config[key] for key in _OWN_KEYS if config.get(key) is not None}
-    own.setdefault("norm_before_residual", True)
-    return SpeculatorsConfig(_TYPE, {**layers, **own}, _num_tokens(config))
+    keys = {key: config[key] for key in _OWN_KEYS if config.get(key) is not None}
+    keys.setdefault("norm_before_residual", True)
+    return SpeculatorsConfig(_TYPE, {**layers, **keys}, _num_tokens(config))
 
 
 def _num_tokens(config: Mapping[str, Any]) -> int | None:
@@ -163,11 +163,11 @@ def eagle(config: HfConfig, names: Collection[str], target: ModelSpec) -> Drafte
     normed = config.opt("add_para_norm", bool, False)
     config.expect("truncated_vocab_size", target.vocab)
     norm = rms_norm(config, 1e-6) if normed else None
-    own = llama(config)
-    _check_sizes(config, own, target, width=target.hidden_width)
-    first, *others = own.layers
+    llama_spec = llama(config)
+    _check_sizes(config, llama_spec, target, width=target.hidden_width)
+    first, *others = llama_spec.layers
     layers = (replace(first, norms=replace(first.norms, before_mixer=None)), *others)
-    model = replace(target, layers=layers, final_norm=None, max_positions=own.max_positions)
+    model = replace(target, layers=layers, final_norm=None, max_positions=llama_spec.max_positions)
     drafter = FeatureDrafter(
         _plain(config, model),
         JoinedInputs(norm, norm, bias=_has(names, "fc.bias")),
@@ -198,15 +198,15 @@ def eagle3(config: HfConfig, names: Collection[str], target: ModelSpec) -> Draft
     head_vocab = config.opt_size("draft_vocab_size", target.vocab)
     norms_residual = config.opt("norm_before_residual", bool, False)
     config.set("tie_word_embeddings", False)
-    own = llama(config)
+    llama_spec = llama(config)
     own_embedding = _has(names, "embed_tokens.weight")
-    _check_sizes(config, own, target, width=own.width if own_embedding else target.hidden_width)
+    _check_sizes(config, llama_spec, target, width=llama_spec.width if own_embedding else target.hidden_width)
     norm = rms_norm(config, 1e-6)
-    first, *others = own.layers
+    first, *others = llama_spec.layers
     layers = (Layer((), first.ffn, Norms(before_ffn=norm)), *others)
     attention = replace(first.attention, beside_embedding=True)
     drafter = FeatureDrafter(
-        _plain(config, replace(target, layers=layers, final_norm=norm, width=own.width)),
+        _plain(config, replace(target, layers=layers, final_norm=norm, width=llama_spec.width)),
         AttendedInputs(attention, norm, norm, norms_residual),
         source_width=len(captured) * target.width,
         captured=captured,
@@ -243,11 +243,11 @@ def _plain(config: HfConfig, model: ModelSpec) -> ModelSpec:
     return replace(model, alt_up=None, head_bias=False, weight_scales=())
 
 
-def _check_sizes(config: HfConfig, own: ModelSpec, target: ModelSpec, *, width: int) -> None:
-    if own.vocab != target.vocab:
-        raise config.error("vocab_size", f"is {own.vocab}, but the model's is {target.vocab}; use its drafter")
-    if own.width != width:
-        raise config.error("hidden_size", f"is {own.width}, but the model's is {width}; use its drafter")
+def _check_sizes(config: HfConfig, drafter: ModelSpec, target: ModelSpec, *, width: int) -> None:
+    if drafter.vocab != target.vocab:
+        raise config.error("vocab_size", f"is {drafter.vocab}, but the model's is {target.vocab}; use its drafter")
+    if drafter.width != width:
+        raise config.error("hidden_size", f"is {drafter.width}, but the model's is {width}; use its drafter")
 
 
 def _has(names: Collection[str], name: str) -> bool:

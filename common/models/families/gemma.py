@@ -231,8 +231,8 @@ def _gemma4(config: HfConfig) -> ModelSpec:
     full = replace(
         _gemma4_attention(config, full_head_dim, None), kv_heads=full_kv_heads or sliding.kv_heads, values_are_keys=same
     )
-    each = [_gemma4_of_kind(config, full if kind == _GEMMA4_FULL else sliding, kind, ropes) for kind in kinds]
-    mixers = _gemma4_shared(config, 0, each, kinds)
+    unshared = [_gemma4_of_kind(config, full if kind == _GEMMA4_FULL else sliding, kind, ropes) for kind in kinds]
+    mixers = _gemma4_shared(config, 0, unshared, kinds)
     width = config.size("intermediate_size")
     double = config.opt("use_double_wide_mlp", bool, False)
     side = _gemma4_side_moe(config, norm) if config.opt("enable_moe_block", bool, False) else None

@@ -611,7 +611,7 @@ def _ling25(config: HfConfig) -> ModelSpec:
     linear = [_lightning_attention(config, layer, layers) for layer in range(layers)]
     _ling25_keys_of_latent_attention(config)
     latent = latent_attention(config, interleaved=True, eps=norm.eps)
-    mixers: list[Mixer] = [latent if kind == "full_attention" else linear[at] for at, kind in enumerate(kinds)]
+    mixers: list[Mixer] = [latent if kind == "full_attention" else linear[layer] for layer, kind in enumerate(kinds)]
     return pre_norm_decoder(config, mixers, leading_dense(config, lambda: bailing_moe(config), 0), norm)
 
 

@@ -405,15 +405,15 @@ def _m3_flatten(config: HfConfig) -> None:
                 config.default(key, section.need(name, int))
         sparse = section.opt("sparse_attention_freq", list, [])
         if sparse:
-            config.default("layer_types", ["minimax_m3_sparse" if each else "full_attention" for each in sparse])
+            config.default("layer_types", ["minimax_m3_sparse" if indexed else "full_attention" for indexed in sparse])
         for key, supported in (("use_sparse_attention", True), ("sparse_score_type", "max"), ("sparse_init_block", 0)):
             section.expect(key, supported)
         disabled = section.opt("sparse_disable_index_value", list, [])
-        if not all(disabled[index] for index, each in enumerate(sparse) if each and index < len(disabled)):
+        if not all(disabled[index] for index, indexed in enumerate(sparse) if indexed and index < len(disabled)):
             raise config.error("sparse_disable_index_value", "enables values of the indexer, which are not supported")
         section.finish()
     if sparse_ffns := config.opt("moe_layer_freq", list, []):
-        config.default("mlp_layer_types", ["sparse" if each else "dense" for each in sparse_ffns])
+        config.default("mlp_layer_types", ["sparse" if mixture else "dense" for mixture in sparse_ffns])
         config.set("moe_layer_freq", None)
 
 

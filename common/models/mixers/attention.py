@@ -105,8 +105,9 @@ class Attention(MixerBase):
         plain = not (self.window or self.chunk or self.softcap or self.sinks or self.alibi_slopes or self.query_growth)
         assert self.blocks is None or (plain and self.causal and self.shares_cache_of is None), "an indexer is alone"
         assert self.value_dim is None or not self.values_are_keys, "values that are keys are as wide"
-        own = self.shares_cache_of is None and not self.values_are_keys and self.value_dim in (None, self.head_dim)
-        assert self.adapter_rank is None or own, "q, k and v of one head dim have adapters"
+        keeps_both = self.shares_cache_of is None and not self.values_are_keys
+        alike = keeps_both and self.value_dim in (None, self.head_dim)
+        assert self.adapter_rank is None or alike, "q, k and v of one head dim have adapters"
         per_channel = self.output_gate and not self.gate_per_head
         assert self.value_width == self.head_dim or not per_channel, "an output gate per channel is as wide as keys"
 
@@ -149,8 +150,8 @@ class Attention(MixerBase):
         """Return the caches kept per sequence: K and V, unless they are another layer's, and the indexer's keys."""
         if self.shares_cache_of is not None:
             return ()
-        own = self.keys_and_values
-        return (own,) if self.blocks is None else (own, IndexCache(self.blocks.head_dim))
+        cache = self.keys_and_values
+        return (cache,) if self.blocks is None else (cache, IndexCache(self.blocks.head_dim))
 
     @property
     def keys_and_values(self) -> FullCache | WindowCache:
@@ -164,12 +165,18 @@ class Attention(MixerBase):
         """Return the cost of q.k and of the weighted values of all heads, and of the scores of blocks."""
         pair = 2 * self.heads * (self.head_dim + self.value_width)
         span = self.window or self.seen_chunks
-        own = MixerWork(pair, pair, self.kv_heads * (self.head_dim + self.value_width), self.kv_heads, span)
+        dense = MixerWork(
+            pair_flops=pair,
+            prefill_pair_flops=pair,
+            read_elements=self.kv_heads * (self.head_dim + self.value_width),
+            kv_heads=self.kv_heads,
+            span=span,
+        )
         if self.blocks is None:
-            return own
+            return dense
         scan = 2 * self.kv_heads * self.blocks.head_dim
         selected = self.blocks.tokens * self.blocks.top_k
-        return replace(own, span=selected, scan_flops=scan, scan_elements=self.blocks.head_dim)
+        return replace(dense, span=selected, scan_flops=scan, scan_elements=self.blocks.head_dim)
 
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""
@@ -222,8 +229,8 @@ class Attention(MixerBase):
 
     def ropes(self) -> tuple[Rope, ...]:
         """Return the ropes whose tables the mixer reads."""
-        own = () if self.rope is None else (self.rope,)
-        return own if self.blocks is None else (*own, self.blocks.rope)
+        ropes = () if self.rope is None else (self.rope,)
+        return ropes if self.blocks is None else (*ropes, self.blocks.rope)
 
     def without_window(self) -> Attention:
         """Return the mixer that sees all tokens."""

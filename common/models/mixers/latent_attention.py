@@ -72,15 +72,15 @@ class LatentAttention(MixerBase):
 
     def work(self) -> MixerWork:
         """Return the cost of attention: absorbed where sequences have one token, else over the expanded heads."""
-        own = MixerWork(
+        dense = MixerWork(
             pair_flops=2 * self.heads * (2 * self.latent_dim + self.rope.dim),
             prefill_pair_flops=2 * self.heads * (self.nope_dim + self.rope.dim + self.value_dim),
             read_elements=self.latent_dim + self.rope.dim,
         )
         if self.indexer is None:
-            return own
+            return dense
         scan = 2 * self.indexer.heads * self.indexer.head_dim
-        return replace(own, span=self.indexer.top_k, scan_flops=scan, scan_elements=self.indexer.head_dim)
+        return replace(dense, span=self.indexer.top_k, scan_flops=scan, scan_elements=self.indexer.head_dim)
 
     def parameters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of a mixer on a residual stream of `width` channels."""

@@ -57,8 +57,8 @@ def test_overrides(config: dict[str, Any], overrides: dict[str, Any], result: di
 def test_without_windows_limits_the_context_to_the_narrowest() -> None:
     spec = tiny_spec(layers=4, window=6)
     wider = replace(spec.layers[3], mixers=(replace(spec.layers[3].attention, window=9),))
-    whole = without_windows(replace(spec, layers=(*spec.layers[:3], wider)))
-    assert whole.max_positions == 6
-    assert [layer.attention.window for layer in whole.layers] == [None] * 4
+    unlimited = without_windows(replace(spec, layers=(*spec.layers[:3], wider)))
+    assert unlimited.max_positions == 6
+    assert [layer.attention.window for layer in unlimited.layers] == [None] * 4
     assert without_windows(tiny_spec()) == tiny_spec()
     assert without_windows(replace(spec, max_positions=5)).max_positions == 5

@@ -72,8 +72,8 @@ for folder in sys.argv[1:]:
 def test_an_engine_in_its_own_process_serves_it(site: Path, tmp_path: Path) -> None:
     """The same weights as a Qwen2, whose block the guide's model has without a factor, give the same tokens."""
     qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    own = {"architectures": ["PebbleForCausalLM"], "model_type": "pebble", "embedding_factor": 0.5}
-    theirs, ours = write_model(tmp_path / "qwen2", **qwen), write_model(tmp_path / "pebble", **{**qwen, **own})
+    pebble = {"architectures": ["PebbleForCausalLM"], "model_type": "pebble", "embedding_factor": 0.5}
+    theirs, ours = write_model(tmp_path / "qwen2", **qwen), write_model(tmp_path / "pebble", **{**qwen, **pebble})
     tensors = load_file(theirs / "model.safetensors")
     named = {_pebble_name(name): values for name, values in tensors.items()}
     save_file({**named, "tokens.weight": 2 * named["tokens.weight"]}, ours / "model.safetensors")

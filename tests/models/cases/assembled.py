@@ -228,9 +228,9 @@ def chunked(model: PreTrainedModel) -> None:
     """Local layers attend to their own chunk of 4 tokens and the one before."""
 
     def masked(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        at = torch.arange(kwargs["input_ids"].shape[1])
-        seen = at[:, None] >= at
-        near = seen & (at[:, None] // 4 - at // 4 <= 1)
+        positions = torch.arange(kwargs["input_ids"].shape[1])
+        seen = positions[:, None] >= positions
+        near = seen & (positions[:, None] // 4 - positions // 4 <= 1)
         least = torch.finfo(torch.float32).min
         masks = {kind: torch.where(mask, 0.0, least)[None, None] for kind, mask in zip(_KINDS, (seen, near))}
         return args, {**kwargs, "attention_mask": masks}
@@ -283,5 +283,6 @@ def lightning_attention(model: PreTrainedModel) -> None:
     config, layers = model.config, model.model.layers
     for index in range(0, len(layers), 2):
         depth = 1 - (index - 1) / (len(layers) - 1) + 1e-5
-        own = LightningAttention(config.hidden_size, 4, 8, depth, 2, config.rms_norm_eps)
-        layers[index].self_attn = own
+        layers[index].self_attn = LightningAttention(
+            config.hidden_size, heads=4, head_dim=8, depth=depth, groups=2, eps=config.rms_norm_eps
+        )

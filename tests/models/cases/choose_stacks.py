@@ -59,9 +59,9 @@ def kinds(layer: Layer) -> set[str]:
 
 def choose(specs: Mapping[str, ModelSpec]) -> dict[str, Stack]:
     """Return models that have together every pair of features of the specifications."""
-    whole = [name for name, spec in specs.items() if spec.per_layer or not all(map(stands_alone, spec.layers))]
-    whole = cover({name: pairs_of(specs[name]) for name in whole}, set())
-    done = set[Pair]().union(*(pairs_of(specs[name]) for name in whole))
+    indivisible = [name for name, spec in specs.items() if spec.per_layer or not all(map(stands_alone, spec.layers))]
+    models = cover({name: pairs_of(specs[name]) for name in indivisible}, set())
+    done = set[Pair]().union(*(pairs_of(specs[name]) for name in models))
     width = next(iter(specs.values())).width
     alike = {name: spec for name, spec in specs.items() if spec.width == width}
     layers = {(name, index): layer for name, spec in alike.items() for index, layer in enumerate(spec.layers)}
@@ -73,10 +73,10 @@ def choose(specs: Mapping[str, ModelSpec]) -> dict[str, Stack]:
         placed[min(fitting, key=lambda place: len(placed[place]))].append(name)
     assert len(frames) <= len(PLACES), "more models are needed"
     stacks = {}
-    for (place, own), frame in zip(placed.items(), [*frames, *frames]):
-        again = [] if place in DISTINCT else own[:2]
-        stacks[place] = Stack(frame, (*again, *own), SEEDS.get(place, 0))
-    return stacks | {name: Stack(name, ()) for name in whole}
+    for (place, layer_names), frame in zip(placed.items(), [*frames, *frames]):
+        again = [] if place in DISTINCT else layer_names[:2]
+        stacks[place] = Stack(frame, (*again, *layer_names), SEEDS.get(place, 0))
+    return stacks | {name: Stack(name, ()) for name in models}
 
 
 def write(stacks: Mapping[str, Stack]) -> None:

@@ -17,14 +17,14 @@ Pair = tuple[Feature, Feature]
 
 def layer_features(layer: Layer) -> frozenset[Feature]:
     """Features of a layer: of its mixers and their ropes and caches, of its ffn, its norms, and how they are joined."""
-    found = {f"mixers {len(layer.mixers)}", f"ffn {type(layer.ffn).__name__}"}
+    features = {f"mixers {len(layer.mixers)}", f"ffn {type(layer.ffn).__name__}"}
     for field in fields(layer):
         if field.name != "mixers":
-            found |= set(_of_field(layer, field, ""))
+            features |= set(_of_field(layer, field, ""))
     for mixer in layer.mixers:
-        found |= set(_features(mixer, type(mixer).__name__))
-        found |= {f"cache {type(cache).__name__}" for cache in mixer.caches()}
-    return frozenset(found)
+        features |= set(_features(mixer, type(mixer).__name__))
+        features |= {f"cache {type(cache).__name__}" for cache in mixer.caches()}
+    return frozenset(features)
 
 
 def frame_features(spec: ModelSpec) -> frozenset[Feature]:
@@ -52,7 +52,7 @@ def pairs(features: Iterable[Feature]) -> set[Pair]:
 def pairs_of(spec: ModelSpec) -> set[Pair]:
     """Pairs of features that a model has in one of its layers, or outside of them; and features of all layers."""
     layers = (pairs(layer_features(layer)) for layer in set(spec.layers))
-    return set().union(pairs(frame_features(spec)), ((each, each) for each in whole_features(spec)), *layers)
+    return set().union(pairs(frame_features(spec)), ((feature, feature) for feature in whole_features(spec)), *layers)
 
 
 def _features(value: Any, where: str) -> Iterator[Feature]:

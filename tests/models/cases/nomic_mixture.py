@@ -70,8 +70,8 @@ def embedding(state: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor
         else:
             weights, chosen = (x @ state[f"{name}.mlp.router.layer.weight"].T).softmax(-1).topk(2)
             w1, w2 = (state[f"{name}.mlp.experts.mlp.{part}"].view(4, 48, 32) for part in ("w1", "w2"))
-            each = torch.einsum("tef,efd->ted", F.gelu(torch.einsum("td,efd->tef", x, w1)), w2)
-            picked = each.gather(1, chosen[:, :, None].expand(-1, -1, 32))
+            outputs = torch.einsum("tef,efd->ted", F.gelu(torch.einsum("td,efd->tef", x, w1)), w2)
+            picked = outputs.gather(1, chosen[:, :, None].expand(-1, -1, 32))
             out = (picked * weights[:, :, None]).sum(1) + state[f"{name}.mlp.experts.bias"]
         x = norm(x + out, f"{name}.norm2")
     return x[0]

@@ -36,7 +36,7 @@ def write_folder(name: str, folder: Path, **config: Any) -> Path:
         with safe_open(folder / f"{stem}.safetensors", "pt") as file:
             names |= dict.fromkeys(file.keys(), f"{stem}.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    whole = json.loads((DATA / "base.json").read_text())
-    whole["quantization_config"] = {**content(name)["quantization_config"], **config}
-    (folder / "config.json").write_text(json.dumps(whole))
+    model_config = json.loads((DATA / "base.json").read_text())
+    model_config["quantization_config"] = {**content(name)["quantization_config"], **config}
+    (folder / "config.json").write_text(json.dumps(model_config))
     return folder

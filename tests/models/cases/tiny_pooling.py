@@ -123,8 +123,19 @@ JINA_KEYS = {"model_type": "bert", "position_embedding_type": "alibi", "feed_for
 
 def jina(name: str, architecture: str, use: PoolUse, theirs: Answer, oracle: str, **extra: Any) -> Case:
     written = {**JINA_KEYS, "emb_pooler": "mean", "model_max_length": 64}
-    parts = renames.jina_bert, assembled.jina_bert
-    return Case(name, architecture, use, theirs, extra, SMALL_BERT, True, oracle, written, *parts)
+    return Case(
+        name,
+        architecture,
+        use,
+        theirs,
+        extra,
+        SMALL_BERT,
+        types=True,
+        oracle=oracle,
+        written=written,
+        rename=renames.jina_bert,
+        assemble=assembled.jina_bert,
+    )
 
 
 MODERN = {"local_attention": 6, "num_hidden_layers": 4, "cls_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
@@ -258,6 +269,6 @@ def theirs(case: Case, model: transformers.PreTrainedModel, token_ids: list[int]
     """Return transformers' output, float32. `second`: index of the first token of type 1."""
     keywords: dict[str, Any] = {"input_ids": torch.tensor([token_ids])}
     if case.types:
-        at = len(token_ids) if second is None else second
-        keywords["token_type_ids"] = (torch.arange(len(token_ids)) >= at).long()[None]
+        border = len(token_ids) if second is None else second
+        keywords["token_type_ids"] = (torch.arange(len(token_ids)) >= border).long()[None]
     return case.theirs(model(**keywords))
