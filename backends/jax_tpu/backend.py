@@ -381,7 +381,7 @@ class JaxBackend:
             for start in plan.starts:
                 sampler.start(start)
         self._copy_states(active, programs)
-        shape, packed = make_batch(active, shards, programs.program_set.shapes, self.limits.block_size, shards * size)
+        shape, packed = make_batch(active, shards, programs.program_set.shapes, shards * size)
         inputs: tuple[Any, ...] = (self._leaves, self._caches, sampler.history, packed)
         if any(plan.embeds is not None for plan in active.values()):
             embeds = make_embeds(active, shards, shape.tokens, self.model.spec.hidden_width, self.model.dtype)

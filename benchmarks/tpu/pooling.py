@@ -22,6 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.ahead_of_time.report import estimated_cycles
 from pagoda.backends.jax_tpu.execution.program_sets import PoolProgramSet
+from pagoda.backends.jax_tpu.execution.step_programs import Pool
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.nested.pooler import PoolerConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
@@ -88,7 +89,7 @@ def measure(config: dict[str, Any], topology: str, tokens: int) -> dict[str, Any
     target = find_target(topology)
     assert target.chip is not None, "a TPU's topology"
     program_set = PoolProgramSet(model_for(target, spec, limits, kv_layout(spec, 128), "bfloat16", 1), limits)
-    (program,) = compile_programs(program_set, [program_set.shape_for(tokens, of_tokens=False)])
+    (program,) = compile_programs(program_set, [Pool(program_set.shape_for(tokens, of_tokens=False))])
     cycles, chip, cost = estimated_cycles(program), target.chip, program.cost
     assert cycles is not None, "the compiler has no estimate for an operation"
     seconds = cycles / chip.clock_hz + cost.kernel_seconds(chip)

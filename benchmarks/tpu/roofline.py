@@ -145,12 +145,11 @@ def measure(case: Case, context: int, *, everything: bool) -> Iterator[dict[str,
 
 
 def chosen(shapes: StepShapes, *, everything: bool) -> list[StepShape]:
-    """Return the shapes with short page tables, of 1024 tokens."""
-    short = [shape for shape in shapes if shape.pages == shapes.pages.sizes[0]]
+    """Return the shapes to measure: those of decode, and of prompts with few sequences, or some of each."""
     if everything:
-        return [s for s in short if s.decode_only or s.seqs == shapes.rows.sizes[0]]
-    decodes = [s for s in short if s.decode_only and s.seqs in (8, 64, 256)]
-    return decodes + [s for s in short if not s.decode_only and s.seqs == 8 and s.tokens in (256, 2048)]
+        return [s for s in shapes if s.decode_only or s.seqs == shapes.rows.sizes[0]]
+    decodes = [s for s in shapes if s.decode_only and s.seqs in (8, 64, 256)]
+    return decodes + [s for s in shapes if not s.decode_only and s.seqs == 8 and s.tokens in (256, 2048)]
 
 
 def batch_of(shape: StepShape, context: int) -> Batch:

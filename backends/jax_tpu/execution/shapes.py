@@ -67,23 +67,14 @@ Plans = Mapping[int, StepPlan]
 """Shard -> its plan for one step, with global row numbers. Not empty; idle shards are absent."""
 
 
-def make_batch(
-    plans: Plans, shards: int, shapes: StepShapes, block_size: int, empty_row: int
-) -> tuple[StepShape, Int32]:
+def make_batch(plans: Plans, shards: int, shapes: StepShapes, empty_row: int) -> tuple[StepShape, Int32]:
     """Return the smallest shape for every shard's plan, and the packed step int32 [shards, packed_size(shape)]."""
     tokens, seqs = (max(sizes) for sizes in zip(*((plan.num_tokens, plan.num_seqs) for plan in plans.values())))
-    longest = max(map(_longest, plans.values()))
     decode_only = all(plan.num_tokens == plan.num_seqs and plan.embeds is None for plan in plans.values())
     drafts = any(plan.num_drafts is not None for plan in plans.values())
     adapted = any(map(is_adapted, plans.values()))
-    shape = shapes.shape_for(tokens, seqs, -(-longest // block_size), decode_only, drafts, adapted)
+    shape = shapes.shape_for(tokens, seqs, decode_only, drafts, adapted)
     return shape, np.stack([_packed(plans.get(shard), shape, empty_row) for shard in range(shards)])
-
-
-def _longest(plan: StepPlan) -> int:
-    """Return the tokens of the longest sequence after the step, guesses included."""
-    ends = plan.context + np.diff(plan.query_start)
-    return int((ends if plan.num_guesses is None else ends + plan.num_guesses).max())
 
 
 def is_adapted(plan: StepPlan) -> bool:

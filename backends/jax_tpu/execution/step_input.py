@@ -61,6 +61,11 @@ class KernelChoice:
                 assert_never(stack)
         return jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32))
 
+    def token_bytes(self, stack: Stack, tensor: int) -> int:
+        """Return the bytes of a token in one layer's block of a cache that grows with the tokens, on one device."""
+        block = self.block(stack, tensor)
+        return block.size * block.dtype.itemsize // self.page_size
+
     @property
     def scaled(self) -> bool:
         """True if K and V are divided by a scale before they are stored (8-bit caches)."""

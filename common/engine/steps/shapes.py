@@ -53,9 +53,6 @@ MIN_ROWS: Final = 8
 FINE_TOKENS: Final = 256
 """From here on a step of a large model is bound by its products, whose time grows with the tokens."""
 
-SHORT_PAGES: Final = 8
-"""The shorter of the two page tables is this many times shorter than the longest."""
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
@@ -63,7 +60,7 @@ class StepShape:
 
     tokens: int  # T
     seqs: int  # S
-    pages: int  # P, of the longest sequence
+    pages: int  # P, of the longest sequence that there may be
     groups: int  # G block tables, one per KV group
     decode_only: bool  # every sequence has one token, so T equals S
     width: int = 1  # rows of logits per sequence; more than 1 in steps with drafts
@@ -83,7 +80,7 @@ class StepShapes:
     decode: ShapeLadder  # sequences of decode-only steps; empty: they have the shapes of all others
     tokens: ShapeLadder
     rows: ShapeLadder  # sequences of all other steps
-    pages: ShapeLadder
+    pages: int  # of block tables, in all shapes: kernels read what sequences have, whatever the width
     groups: int
     width: int = 1  # rows of logits per sequence in steps with drafts; 1: no drafts
     adapters: bool = False  # sequences may have LoRA adapters: every shape twice, without and with them
@@ -105,7 +102,7 @@ class StepShapes:
                 min(MIN_TOKENS, tokens), tokens, factor=factor, fine_above=FINE_TOKENS if fine else None
             ),
             rows=ShapeLadder(tuple(sorted({min(MIN_ROWS, seqs), seqs}))),
-            pages=ShapeLadder(tuple(sorted({-(-pages // SHORT_PAGES), pages}))),
+            pages=pages,
             groups=groups,
             width=1 + limits.max_drafts,
             adapters=limits.max_loras > 0,
@@ -118,17 +115,17 @@ class StepShapes:
         pages = -(-limits.max_model_len // limits.block_size)
         tokens = ShapeLadder((limits.max_num_batched_tokens,))
         seqs = ShapeLadder((limits.max_num_seqs,))
-        return cls(decode=ShapeLadder(()), tokens=tokens, rows=seqs, pages=ShapeLadder((pages,)), groups=groups)
+        return cls(decode=ShapeLadder(()), tokens=tokens, rows=seqs, pages=pages, groups=groups)
 
     def shape_for(
-        self, tokens: int, seqs: int, pages: int, decode_only: bool, drafts: bool = False, adapted: bool = False
+        self, tokens: int, seqs: int, decode_only: bool, drafts: bool = False, adapted: bool = False
     ) -> StepShape:
         """Return the smallest shape that fits such a step. Raises ValueError above the limits."""
-        shape = self._shape_for(tokens, seqs, pages, decode_only, drafts)
+        shape = self._shape_for(tokens, seqs, decode_only, drafts)
         return replace(shape, adapted=adapted, guesses=self.guesses)
 
-    def _shape_for(self, tokens: int, seqs: int, pages: int, decode_only: bool, drafts: bool) -> StepShape:
-        pages = self.pages.bucket_for(pages)
+    def _shape_for(self, tokens: int, seqs: int, decode_only: bool, drafts: bool) -> StepShape:
+        pages = self.pages
         width = self.width if drafts else 1
         if decode_only and self.decode.sizes:
             rows = self.decode.bucket_for(seqs)
@@ -151,21 +148,21 @@ class StepShapes:
                 yield replace(shape, adapted=True)
 
     def _plain(self) -> Iterator[StepShape]:
-        for pages in self.pages.sizes:
-            for rows in self.decode.sizes:
-                yield StepShape(rows, rows, pages, self.groups, True)
-            mixed = [
-                (tokens, rows)
-                for tokens in self.tokens.sizes
-                for rows in self.rows.sizes
-                if rows <= self.rows.bucket_for(min(tokens, self.rows.sizes[-1]))
-            ]
-            for tokens, rows in mixed:
-                yield StepShape(tokens, rows, pages, self.groups, False)
-            if self.width > 1:
-                drafted = [(self._most_tokens(rows), rows) for rows in self.decode.sizes]
-                for tokens, rows in dict.fromkeys(drafted + mixed):
-                    yield StepShape(tokens, rows, pages, self.groups, False, self.width)
+        pages = self.pages
+        for rows in self.decode.sizes:
+            yield StepShape(rows, rows, pages, self.groups, True)
+        mixed = [
+            (tokens, rows)
+            for tokens in self.tokens.sizes
+            for rows in self.rows.sizes
+            if rows <= self.rows.bucket_for(min(tokens, self.rows.sizes[-1]))
+        ]
+        for tokens, rows in mixed:
+            yield StepShape(tokens, rows, pages, self.groups, False)
+        if self.width > 1:
+            drafted = [(self._most_tokens(rows), rows) for rows in self.decode.sizes]
+            for tokens, rows in dict.fromkeys(drafted + mixed):
+                yield StepShape(tokens, rows, pages, self.groups, False, self.width)
 
     @property
     def seqs(self) -> tuple[int, ...]:

@@ -158,7 +158,7 @@ def test_the_tpu_compiler_keeps_the_caches_of_a_drafter_in_place(drafts: bool) -
     blocks = 600
     program_set = StepProgramSet(model, shapes, (blocks,) * len(layout.pools), 8, drafter=build_drafter(drafter, model))
     cache = sum(blocks * size for size in model.block_bytes)
-    shape = shapes.shape_for(32, 8, 8, False, drafts=True) if drafts else shapes.shape_for(8, 8, 8, True)
+    shape = shapes.shape_for(32, 8, False, drafts=True) if drafts else shapes.shape_for(8, 8, True)
     memory = program_set.lower(Draft(shape)).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= cache
     assert memory.temp_size_in_bytes < cache / 4

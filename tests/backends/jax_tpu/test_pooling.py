@@ -23,6 +23,7 @@ from support.suite.slow_matrix import thinned
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
 from pagoda.backends.jax_tpu.execution.program_sets import PoolProgramSet, token_ladder
 from pagoda.backends.jax_tpu.execution.programs import RecompileError
+from pagoda.backends.jax_tpu.execution.step_programs import Pool
 from pagoda.backends.jax_tpu.memory.plan import CODE_BYTES, fit_pooling, pooling_bytes, weight_bytes
 from pagoda.backends.jax_tpu.pooling import JaxPooling, create
 from pagoda.backends.reference import pooling as reference
@@ -248,12 +249,12 @@ def test_memory_of_a_compiled_step(config: dict[str, Any], topology: str) -> Non
     target = find_target(topology)
     model = model_for(target, spec, limits, kv_layout(spec, 128), "bfloat16", 1)
     program_set = PoolProgramSet(model, limits)
-    keys = [program_set.shape_for(tokens, of_tokens=False) for tokens in (2048, 8192)]
+    keys = [Pool(program_set.shape_for(tokens, of_tokens=False)) for tokens in (2048, 8192)]
     small, large = compile_programs(program_set, keys)
     fixed, each = pooling_bytes(model, limits)
     for key, program in zip(keys, (small, large)):
         assert program.schedule is not None
         assert not program.schedule.unknown
-        assert program.memory.temporary + program.memory.result < fixed + each * key.tokens
+        assert program.memory.temporary + program.memory.result < fixed + each * key.shape.tokens
         assert program.memory.code < CODE_BYTES / 10
     assert large.memory.temporary < 4 * small.memory.temporary + (64 << 20)

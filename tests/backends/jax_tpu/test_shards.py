@@ -111,7 +111,7 @@ def test_the_tpu_compiler_keeps_shards_apart_and_their_caches_in_place() -> None
     layout = kv_layout(spec, 128)
     model = model_for(find_target("v6e:2x4"), spec, limits, layout, "bfloat16", tensor=4, data=2)
     program_set = StepProgramSet(model, StepShapes.of(limits, 1), (600,), 8)
-    step = program_set.lower(Forward(program_set.shapes.shape_for(8, 8, 8, True))).compile()
+    step = program_set.lower(Forward(program_set.shapes.shape_for(8, 8, True))).compile()
     assert set(re.findall(r"replica_groups=(\S+?),? ", step.as_text())) == {"{{0,1,2,3},{4,5,6,7}}"}
     assert step.memory_analysis().alias_size_in_bytes >= 600 * model.block_bytes[0]
     assert step.memory_analysis().temp_size_in_bytes < 100 * model.block_bytes[0]

@@ -364,20 +364,6 @@ class AttentionOps(MixerOps[Attention]):
             else ((keys_and_values,), (LatentStack(spec.blocks.head_dim, 0),))
         )
 
-    def cost(self, spec: Attention, step: CostedStep) -> MixerCost:
-        """Return the cost of softmax attention, sliding windows and chunks considered."""
-        heads = head_layout(spec, step.tensor)
-        kv = step.kernel.kv_layout(heads.slots // step.tensor, spec.head_dim, spec.value_width)
-        token_bytes = kv.bytes_per_page // kv.page_size
-        channels = heads.slots * heads.group * (spec.head_dim + spec.value_width) // step.tensor
-        tokens = step.shape.tokens
-        load = step.load
-        window = spec.window or spec.seen_chunks
-        read = load.kv_tokens if window is None else min(load.kv_tokens, step.shape.seqs * window + tokens)
-        pairs = load.pairs if window is None else min(load.pairs, tokens * window)
-        written = tokens if spec.shares_cache_of is None else 0
-        return MixerCost((read + written) * token_bytes + tokens * channels * step.itemsize, 2 * pairs * channels)
-
     def cost_beside_xla(self, spec: Attention, step: CostedStep) -> MixerCost:
         """Return the FLOP alone: operands of plain XLA may stay on chip."""
         pairs = step.load.pairs if spec.causal else 2 * step.load.pairs

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, reduced
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.mixers.convolution import convolve, l2_norm
-from pagoda.backends.jax_tpu.model.mixers.ops import CostedStep, MixerCost, MixerModule, RecurrentOps
+from pagoda.backends.jax_tpu.model.mixers.ops import MixerModule, RecurrentOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.slots import HeadLayout, Stack, StateStack, TailStack
 from pagoda.backends.jax_tpu.weights.arrange import Array, Placement, arrange_columns
@@ -139,16 +139,3 @@ class GatedDeltaOps(RecurrentOps[GatedDelta]):
         width = 2 * spec.key_dim + heads.group * spec.value_dim
         tail = TailStack(heads.slots, spec.taps - 1, width)
         return tail, StateStack(heads.slots * heads.group, spec.key_dim, spec.value_dim)
-
-    def cost(self, spec: GatedDelta, step: CostedStep) -> MixerCost:
-        """Return the cost of the rule in float32: states read and written once; per token and head k S, k u and q S.
-
-        Chunks compute more; their FLOP beyond the rule's own are overhead.
-        """
-        layout = head_layout(spec, step.tensor)
-        slots = layout.slots // step.tensor
-        heads = layout.slots * layout.group // step.tensor
-        state = heads * spec.key_dim * spec.value_dim
-        token = 2 * slots * spec.key_dim + 2 * heads * spec.value_dim
-        moved = 4 * (2 * step.shape.seqs * state + step.shape.tokens * token)
-        return MixerCost(moved, 6 * step.shape.tokens * state)

@@ -100,8 +100,6 @@ def head_layout(spec: KimiDelta, tensor: int) -> HeadLayout:
 class KimiDeltaOps(RecurrentOps[KimiDelta]):
     """What the backend knows of this kind, see `MixerOps`."""
 
-    state_flops = 6  # with k S
-
     def module(self, spec: KimiDelta, width: int, build: JaxBuildContext) -> JaxKimiDelta:
         return JaxKimiDelta(spec, width, build)
 

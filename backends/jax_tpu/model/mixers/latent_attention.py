@@ -20,7 +20,7 @@ from flax import nnx
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolInput
 from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, query_growth, reduced
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
-from pagoda.backends.jax_tpu.model.mixers.ops import CostedStep, LargestStep, MixerCost, MixerModule, MixerOps
+from pagoda.backends.jax_tpu.model.mixers.ops import LargestStep, MixerModule, MixerOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.slots import HeadLayout, LatentStack, Stack
 from pagoda.backends.jax_tpu.weights.arrange import Placement, arrange_columns
@@ -326,16 +326,6 @@ class LatentAttentionOps(MixerOps[LatentAttention]):
     def stacks(self, spec: LatentAttention, tensor: int) -> tuple[tuple[Stack, ...], ...]:
         latents = LatentStack(spec.latent_dim, spec.rope.dim)
         return ((latents,),) if spec.indexer is None else ((latents,), (LatentStack(spec.indexer.head_dim, 0),))
-
-    def cost(self, spec: LatentAttention, step: CostedStep) -> MixerCost:
-        """Return the cost of absorbed attention: a latent is read once for all heads, padding included."""
-        heads = head_layout(spec, step.tensor).slots // step.tensor
-        latents = _latents(spec, step.kernel)
-        token_bytes = latents.bytes_per_page // latents.page_size
-        per_pair = heads * (latents.channels + latents.rank)
-        tokens = step.shape.tokens
-        moved = (step.load.kv_tokens + tokens) * token_bytes + tokens * per_pair * step.itemsize
-        return MixerCost(moved, 2 * step.load.pairs * per_pair)
 
     def cache_without_scale(self, spec: LatentAttention) -> str | None:
         return "latents (MLA)"

@@ -6,20 +6,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolShape
 from pagoda.backends.jax_tpu.model.layers import Caches, Rotations
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext
-from pagoda.backends.jax_tpu.model.slots import Stack, StateStack
+from pagoda.backends.jax_tpu.model.slots import Stack, StateStack, TailStack
 from pagoda.backends.jax_tpu.weights.arrange import Placement
 from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.models.mixers import Mixer
+from pagoda.common.models.mixers.work import MixerWork
 
 MixerT = TypeVar("MixerT", bound=Mixer)
 
@@ -88,9 +90,12 @@ class MixerOps(ABC, Generic[MixerT]):
     def stacks(self, spec: MixerT, tensor: int) -> tuple[tuple[Stack, ...], ...]:
         """Return for each of the mixer's caches the arrays in which it is stored."""
 
-    @abstractmethod
     def cost(self, spec: MixerT, step: CostedStep) -> MixerCost:
-        """Return the cost of the mixer's kernels."""
+        """Return the cost of the mixer's kernels: the work that the spec states, over the arrays of its caches."""
+        stacks = [stack for cache in self.stacks(spec, step.tensor) for stack in cache]
+        attended = _attended(spec.work(), stacks, step)
+        recurrent = _recurrent(spec.work(), stacks, step)
+        return MixerCost(attended.bytes + recurrent.bytes, attended.flops + recurrent.flops)
 
     def cost_beside_xla(self, spec: MixerT, step: CostedStep) -> MixerCost:
         """Return the cost in a pooling model that also has bidirectional attention, which XLA computes."""
@@ -124,9 +129,6 @@ class MixerOps(ABC, Generic[MixerT]):
 class RecurrentOps(MixerOps[MixerT]):
     """What kinds with recurrent state in their single cache have in common."""
 
-    state_flops: ClassVar[int] = 4
-    """FLOP per token and element of the state: k v and q S."""
-
     @abstractmethod
     def state_stacks(self, spec: MixerT, tensor: int) -> tuple[Stack, ...]:
         """Return the arrays in which the state is stored."""
@@ -135,18 +137,43 @@ class RecurrentOps(MixerOps[MixerT]):
         """Return the arrays of the single cache."""
         return (self.state_stacks(spec, tensor),)
 
-    def cost(self, spec: MixerT, step: CostedStep) -> MixerCost:
-        """Return the cost of a recurrence in float32: states are read and written once.
 
-        The convolution's tails and products are not counted.
-        """
-        moved = 0
-        flops = 0
-        for stack in self.state_stacks(spec, step.tensor):
-            if isinstance(stack, StateStack):
-                slots = stack.heads // step.tensor
-                state = slots * stack.key_dim * stack.value_dim
-                token = 2 * slots * (stack.key_dim + stack.value_dim)
-                moved += 4 * (2 * step.shape.seqs * state + step.shape.tokens * token)
-                flops += self.state_flops * step.shape.tokens * state
-        return MixerCost(moved, flops)
+def _attended(work: MixerWork, stacks: Sequence[Stack], step: CostedStep) -> MixerCost:
+    """Return the cost of attention: what is read of the cache, q, the outputs, the new entries; and the pairs.
+
+    A mixer without a cache of its own reads another layer's.
+    """
+    if not work.read_elements:
+        return MixerCost(0, 0)
+    tokens = step.shape.tokens
+    load = step.load
+    element = jnp.dtype(step.kernel.cache_dtype).itemsize
+    read = load.kv_tokens if work.span is None else min(load.kv_tokens, step.shape.seqs * work.span + tokens)
+    pairs = load.pairs if work.span is None else min(load.pairs, tokens * work.span)
+    token_bytes = work.read_elements // min(step.tensor, work.kv_heads) * element
+    written = 0
+    if stacks:
+        token_bytes = step.kernel.token_bytes(stacks[0], step.tensor)
+        written = tokens * token_bytes
+    channels = work.pair_flops // 2 // step.tensor
+    scanned = load.kv_tokens * work.scan_elements * element
+    decodes = isinstance(step.shape, StepShape) and step.shape.decode_only
+    pair_flops = work.pair_flops if decodes or not work.prefill_pair_flops else work.prefill_pair_flops
+    moved = read * token_bytes + written + scanned + tokens * channels * step.itemsize
+    return MixerCost(moved, pairs * pair_flops // step.tensor + load.pairs * work.scan_flops)
+
+
+def _recurrent(work: MixerWork, stacks: Sequence[Stack], step: CostedStep) -> MixerCost:
+    """Return the cost of a recurrence in float32: states are read and written once; its inputs read, outputs written.
+
+    The convolution's tails and products are not counted: no kernel computes them.
+    """
+    states = [stack for stack in stacks if isinstance(stack, StateStack)]
+    if not states:
+        return MixerCost(0, 0)
+    (state,) = states
+    convolved = sum(stack.slots * stack.width for stack in stacks if isinstance(stack, TailStack))
+    inputs = convolved or state.heads * (2 * state.key_dim + state.value_dim)
+    token = inputs + state.heads * state.value_dim
+    elements = 2 * step.shape.seqs * state.heads * state.key_dim * state.value_dim + step.shape.tokens * token
+    return MixerCost(4 * elements // step.tensor, step.shape.tokens * work.token_flops // step.tensor)

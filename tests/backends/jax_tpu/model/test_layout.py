@@ -105,10 +105,9 @@ def test_every_step_fits_a_prepared_shape(seqs: int, more: int, length: int, fac
     prepared = set(shapes)
     rows = data.draw(st.integers(1, seqs))
     tokens = data.draw(st.integers(rows, seqs * more))
-    pages = data.draw(st.integers(1, -(-length // 32)))
-    shape = shapes.shape_for(tokens, rows, pages, tokens == rows)
+    shape = shapes.shape_for(tokens, rows, tokens == rows)
     assert shape in prepared
     assert shape.tokens >= tokens
     assert shape.seqs >= rows
-    assert shape.pages >= pages
+    assert shape.pages == -(-length // 32)
     assert shape.seqs in shapes.seqs

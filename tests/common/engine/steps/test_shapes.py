@@ -36,8 +36,7 @@ def test_every_step_within_the_limits_falls_into_a_listed_bucket():
     assert max(listed) == StepShape(40, 12, 25, 1, False)
     for rows in range(1, 13):
         for tokens in range(rows, 41):
-            for pages in (1, 8, 9, 25):
-                assert shapes.shape_for(tokens, rows, pages, tokens == rows) in listed
+            assert shapes.shape_for(tokens, rows, tokens == rows) in listed
 
 
 @pytest.mark.parametrize("drafts", [1, 3, 7])
@@ -51,7 +50,7 @@ def test_steps_with_drafts_have_shapes_of_their_own(drafts: int):
     assert plain.widths == (1,)
     for rows in range(1, 13):
         for tokens in range(rows + 1, 41):
-            shape = shapes.shape_for(tokens, rows, 9, False, drafts=True)
+            shape = shapes.shape_for(tokens, rows, False, drafts=True)
             assert shape in listed
             assert shape.tokens >= tokens
             assert shape.seqs >= rows
@@ -75,5 +74,5 @@ def test_finer_sizes_pad_less_where_time_grows_with_the_size() -> None:
     assert padding(coarse) > 1.3
     assert padding(fine) < 1.09
     assert set(coarse) <= set(fine)
-    assert fine.shape_for(600, 20, 8, False).tokens == 640
+    assert fine.shape_for(600, 20, False).tokens == 640
     assert max(ShapeLadder.between(16, 700, fine_above=256).sizes) == 700
