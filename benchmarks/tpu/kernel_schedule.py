@@ -146,7 +146,7 @@ def variant(
     import numpy as np
     from bundles import Listing
 
-    from pagoda.kernels_pallas.aot import facts, one_chip
+    from pagoda.benchmarks.tpu.aot.compiler import facts, one_chip
     from pagoda.kernels_pallas.chips import CHIPS
     from pagoda.kernels_pallas.ragged_paged_attention import call
     from pagoda.kernels_pallas.ragged_paged_attention.plan import choose_block_sizes, core_layout, make_knobs

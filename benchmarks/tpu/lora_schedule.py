@@ -98,7 +98,7 @@ def figures(chip_name: str, case: Case, form: str | None) -> dict[str, float]:
     from pagoda.backends.jax_tpu.ahead_of_time.schedule import read_schedule
     from pagoda.backends.jax_tpu.execution.program_kind import compiler_options
     from pagoda.backends.jax_tpu.execution.step_input import KernelChoice
-    from pagoda.kernels_pallas.aot import one_chip
+    from pagoda.benchmarks.tpu.aot.compiler import one_chip
     from pagoda.kernels_pallas.chips import CHIPS
 
     chip, sharding = CHIPS[chip_name], one_chip(chip_name)

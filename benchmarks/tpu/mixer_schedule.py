@@ -54,7 +54,7 @@ RECURRENCES = {
     "kda decode": ("kda-decode", Case.decode(64, CONTEXT)),
     "kda prefill": ("kda-mixed", Case.prefill(2048)),
 }
-"""Shapes of `linear_recurrence.SPECS`."""
+"""Names of shapes in `aot/shapes/linear_recurrence.py`."""
 
 
 def measure(chip: str, name: str) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def latent(dump: Path, chip_name: str, heads: int, case: Case) -> dict[str, Any]
     import numpy as np
     from bundles import Listing
 
-    from pagoda.kernels_pallas.aot import one_chip
+    from pagoda.benchmarks.tpu.aot.compiler import one_chip
     from pagoda.kernels_pallas.chips import CHIPS
     from pagoda.kernels_pallas.latent_attention.layout import LatentLayout, load_latents
     from pagoda.kernels_pallas.latent_attention.write import read_partners, write_latents
@@ -133,7 +133,7 @@ def expanded(dump: Path, chip_name: str, heads: int, case: Case) -> dict[str, An
     import numpy as np
     from bundles import Listing
 
-    from pagoda.kernels_pallas.aot import one_chip
+    from pagoda.benchmarks.tpu.aot.compiler import one_chip
     from pagoda.kernels_pallas.chips import CHIPS
     from pagoda.kernels_pallas.latent_attention.expanded import ExpandedHeads
     from pagoda.kernels_pallas.latent_attention.layout import LatentLayout
@@ -176,12 +176,12 @@ def selected(dump: Path, chip_name: str, kind: str, heads: int, case: Case) -> d
     import numpy as np
     from bundles import Listing
 
-    from pagoda.kernels_pallas.aot import one_chip
+    from pagoda.benchmarks.tpu.aot.compiler import one_chip
+    from pagoda.benchmarks.tpu.aot.shapes.selected_attention import SelectedAttentionArgs
+    from pagoda.benchmarks.tpu.aot.shapes.token_selection import TokenSelectionArgs
     from pagoda.kernels_pallas.chips import CHIPS
-    from pagoda.kernels_pallas.latent_attention.selected import SelectedAttentionArgs
     from pagoda.kernels_pallas.ragged_paged_attention import call
     from pagoda.kernels_pallas.ragged_paged_attention.plan import make_knobs
-    from pagoda.kernels_pallas.token_selection import TokenSelectionArgs
     from pagoda.kernels_pallas.token_selection.marks import DECODE_TILE, MIXED_TILE
 
     batch, decode, sharding = batch_of(case), case.decodes, one_chip(chip_name)
@@ -208,8 +208,9 @@ def delta(dump: Path, chip_name: str, key_heads: int, heads: int, case: Case) ->
     import jax
     from bundles import Listing
 
-    from pagoda.kernels_pallas.aot import one_chip
-    from pagoda.kernels_pallas.gated_delta import GatedDeltaArgs, kernel
+    from pagoda.benchmarks.tpu.aot.compiler import one_chip
+    from pagoda.benchmarks.tpu.aot.shapes.gated_delta import GatedDeltaArgs
+    from pagoda.kernels_pallas.gated_delta import kernel
 
     decode, seqs = case.decodes, len(case.seqs)
     tokens = seqs if decode else sum(new for new, _ in case.seqs)
@@ -259,8 +260,9 @@ def recurrence(dump: Path, chip_name: str, shape: str, case: Case) -> dict[str, 
     import jax
     from bundles import Listing
 
-    from pagoda.kernels_pallas.aot import one_chip
-    from pagoda.kernels_pallas.linear_recurrence import SPECS, kernel
+    from pagoda.benchmarks.tpu.aot.compiler import one_chip
+    from pagoda.benchmarks.tpu.aot.shapes.linear_recurrence import SPECS
+    from pagoda.kernels_pallas.linear_recurrence import kernel
 
     decode, seqs = case.decodes, len(case.seqs)
     tokens = seqs if decode else sum(new for new, _ in case.seqs)

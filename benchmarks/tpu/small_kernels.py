@@ -42,7 +42,7 @@ SEARCHES = ("peaks", "top_k", "top_p")
 
 def compiled(dump: Path, case: Any, chip: Any, sharding: Any, kernel: str) -> tuple[Listing, float]:
     """Compile a kernel; return its bundles and the MiB of VMEM it uses."""
-    from pagoda.kernels_pallas.aot import facts
+    from pagoda.benchmarks.tpu.aot.compiler import facts
 
     for file in dump.glob("*"):
         file.unlink()
@@ -133,9 +133,10 @@ def thresholds(chip_name: str, dump: Path) -> list[dict]:
     import jax
 
     from pagoda.backends.jax_tpu.ahead_of_time.schedule import read_schedule
-    from pagoda.kernels_pallas.aot import one_chip
+    from pagoda.benchmarks.tpu.aot.compiler import one_chip
+    from pagoda.benchmarks.tpu.aot.shapes.top_k_top_p import TopKTopPArgs
     from pagoda.kernels_pallas.chips import CHIPS
-    from pagoda.kernels_pallas.top_k_top_p import TopKTopPArgs, reference
+    from pagoda.kernels_pallas.top_k_top_p import reference
     from pagoda.kernels_pallas.top_k_top_p.kernel import ROWS as BLOCK
 
     chip, sharding, measured, results = CHIPS[chip_name], one_chip(chip_name), passes(), []
@@ -163,9 +164,9 @@ def products(chip_name: str, dump: Path) -> list[dict]:
     import jax
     import jax.numpy as jnp
 
-    from pagoda.kernels_pallas.aot import one_chip
+    from pagoda.benchmarks.tpu.aot.compiler import one_chip
+    from pagoda.benchmarks.tpu.aot.shapes.grouped_matmul import SPECS
     from pagoda.kernels_pallas.chips import CHIPS
-    from pagoda.kernels_pallas.grouped_matmul import SPECS
     from pagoda.kernels_pallas.grouped_matmul.kernel import FIELDS, choose_block_sizes, visits
 
     def scanned(rows, stack, sizes):  # in the layout that suits XLA best: one product for all parts
@@ -221,9 +222,9 @@ def quantized(chip_name: str, dump: Path) -> list[dict]:
 
     import jax.numpy as jnp
 
-    from pagoda.kernels_pallas.aot import one_chip
+    from pagoda.benchmarks.tpu.aot.compiler import one_chip
+    from pagoda.benchmarks.tpu.aot.shapes.grouped_matmul import SPECS
     from pagoda.kernels_pallas.chips import CHIPS
-    from pagoda.kernels_pallas.grouped_matmul import SPECS
     from pagoda.kernels_pallas.grouped_matmul.kernel import FIELDS, choose_block_sizes, for_quantized, visits
 
     chip, sharding, results = CHIPS[chip_name], one_chip(chip_name), []

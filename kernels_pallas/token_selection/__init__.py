@@ -7,8 +7,6 @@ rotary channels (`LatentLayout`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -108,58 +106,3 @@ def select_reference(
     marks = jnp.pad(marks, ((0, 0), (0, padded_context(batch.page_table.shape[1], layout.page_size) - context)))
     decoded = pack_marks(marks[: batch.max_seqs], DECODE_TILE)
     return SelectedTokens(decoded, None if decode_only else pack_marks(marks, MIXED_TILE))
-
-
-# Named static shapes of a call, for compile tests and schedules.
-
-
-@dataclass(frozen=True)
-class TokenSelectionArgs:
-    """One compiled shape: T tokens, S sequences, N index heads, `context` tokens of page table."""
-
-    tokens: int
-    seqs: int
-    heads: int = 64
-    layout: LatentLayout = LatentLayout(128, 0, "bfloat16", 128)
-    top: int = 2048
-    context: int = 4096
-    layers: int = 4
-    pages: int = 1024
-    decode_only: bool = False
-
-    def function(self, chip: ChipInfo) -> Callable[..., Any]:
-        """Return the call as a function of `arguments`, jitted."""
-
-        def select(cache: jax.Array, arrays: dict[str, Any]) -> Any:
-            return select_tokens(
-                **arrays, cache=cache, layout=self.layout, top=self.top, decode_only=self.decode_only, chip=chip
-            )
-
-        return jax.jit(select)
-
-    def arguments(self, sharding: Any = None) -> tuple[Any, ...]:
-        """Return the ShapeDtypeStructs for `function`."""
-
-        def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-        layout = self.layout
-        ints = jnp.int32
-        pages = -(-self.context // layout.page_size)
-        batch: Any = (array(size, ints) for size in ((self.seqs + 1,), (self.seqs,), (self.seqs, pages), (2,)))
-        arrays = {
-            "q": array((self.tokens, self.heads, layout.channels), layout.compute_dtype),
-            "weights": array((self.tokens, self.heads), jnp.float32),
-            "layer": array((), ints),
-            "batch": RaggedBatch(*batch),
-        }
-        return array(layout.shape(self.layers, self.pages), layout.word_dtype), arrays
-
-
-SPECS: dict[str, TokenSelectionArgs] = {
-    "decode-64": TokenSelectionArgs(64, 64, decode_only=True),
-    "decode-long": TokenSelectionArgs(8, 8, context=163840, pages=2048, decode_only=True),
-    "mixed-64": TokenSelectionArgs(256, 16),
-    "mixed-32": TokenSelectionArgs(256, 16, heads=32),
-    "mixed-fp32": TokenSelectionArgs(64, 8, 8, LatentLayout(64, 0, "float32", 128), top=1024),
-}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -86,36 +85,3 @@ def largest(enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
 
     rows = jax.eval_shape(enough, jax.ShapeDtypeStruct((1,), jnp.uint32)).shape[0]
     return jax.lax.fori_loop(0, 32, set_bit, jnp.zeros(rows, jnp.uint32))
-
-
-# Named static shapes of a call, for compile tests and schedules.
-
-
-@dataclass(frozen=True)
-class TopKTopPArgs:
-    """One compiled shape: R rows of V logits."""
-
-    rows: int
-    vocab: int
-
-    def function(self, chip: ChipInfo) -> Callable[..., Any]:
-        """Return the call as a jitted function of `arguments`."""
-        return jax.jit(lambda *arrays: top_k_top_p(*arrays, chip=chip))
-
-    def arguments(self, sharding: Any = None) -> tuple[Any, ...]:
-        """Return the ShapeDtypeStructs for `function`."""
-        rows = (self.rows,)
-        shapes = (((self.rows, self.vocab), jnp.float32), *((rows, t) for t in _RULES))
-        return tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes)
-
-
-_RULES = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
-
-SPECS: dict[str, TopKTopPArgs] = {
-    "r8-v128k": TopKTopPArgs(8, 128_256),
-    "r64-v128k": TopKTopPArgs(64, 128_256),
-    "r256-v128k": TopKTopPArgs(256, 128_256),
-    "r16-v262k": TopKTopPArgs(16, 262_208),
-    "r1-v50k": TopKTopPArgs(1, 50_257),
-    "r12-v600": TopKTopPArgs(12, 600),
-}

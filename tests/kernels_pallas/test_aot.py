@@ -8,8 +8,9 @@ import math
 import pytest
 from support.kernels.small_kernels import compile_for_tpu
 
+from pagoda.benchmarks.tpu.aot.shapes.ragged_paged_attention import SPECS, RaggedAttentionArgs, spec
 from pagoda.kernels_pallas.chips import CHIPS
-from pagoda.kernels_pallas.ragged_paged_attention import SPECS, PagedKvLayout, RaggedAttentionArgs, plan, spec
+from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout, plan
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler, is missing")
 DEFAULT = ["v6e/decode-8kv", "v5e/mixed-hd64-sinks-window"]

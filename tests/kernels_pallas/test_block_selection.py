@@ -14,8 +14,9 @@ import pytest
 from support.kernels.ragged_batch import STRICT, races_found
 from support.kernels.small_kernels import compile_for_tpu
 
+from pagoda.benchmarks.tpu.aot.shapes.block_selection import SPECS
 from pagoda.kernels_pallas import block_selection
-from pagoda.kernels_pallas.block_selection import SPECS, BlockRule, attend_to_blocks, kernel, select_blocks, store_heads
+from pagoda.kernels_pallas.block_selection import BlockRule, attend_to_blocks, kernel, select_blocks, store_heads
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.kernels_pallas.latent_attention import LatentLayout
 from pagoda.kernels_pallas.ragged_paged_attention import PagedKvLayout

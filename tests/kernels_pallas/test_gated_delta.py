@@ -12,8 +12,9 @@ import pytest
 from support.kernels.ragged_batch import STRICT, races_found
 from support.kernels.small_kernels import compile_for_tpu
 
+from pagoda.benchmarks.tpu.aot.shapes.gated_delta import SPECS
 from pagoda.kernels_pallas.chips import CHIPS
-from pagoda.kernels_pallas.gated_delta import SPECS, DeltaInputs, gated_delta
+from pagoda.kernels_pallas.gated_delta import DeltaInputs, gated_delta
 from pagoda.kernels_pallas.gated_delta.rule import unit_lower_inverses
 from pagoda.kernels_pallas.recurrent_state import RecurrentBatch
 

@@ -14,8 +14,9 @@ import pytest
 from support.kernels.ragged_batch import STRICT, races_found
 from support.kernels.small_kernels import compile_for_tpu
 
+from pagoda.benchmarks.tpu.aot.shapes.latent_attention import SPECS
 from pagoda.kernels_pallas.chips import CHIPS
-from pagoda.kernels_pallas.latent_attention import SPECS, LatentLayout, latent_attention
+from pagoda.kernels_pallas.latent_attention import LatentLayout, latent_attention
 from pagoda.kernels_pallas.latent_attention.expanded import (
     ExpandedHeads,
     expanded_attention,

@@ -14,9 +14,9 @@ import pytest
 from support.kernels.ragged_batch import STRICT, races_found
 from support.kernels.small_kernels import compile_for_tpu
 
+from pagoda.benchmarks.tpu.aot.shapes.linear_recurrence import SPECS
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.kernels_pallas.linear_recurrence import (
-    SPECS,
     ChannelDelta,
     RecurrenceInputs,
     Rule,

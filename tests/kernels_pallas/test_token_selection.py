@@ -13,13 +13,14 @@ import pytest
 from support.kernels.ragged_batch import STRICT, races_found
 from support.kernels.small_kernels import compile_for_tpu
 
+from pagoda.benchmarks.tpu.aot.shapes.selected_attention import SPECS as SELECTED_SPECS
+from pagoda.benchmarks.tpu.aot.shapes.token_selection import SPECS
 from pagoda.kernels_pallas.chips import CHIPS
-from pagoda.kernels_pallas.latent_attention import selected
 from pagoda.kernels_pallas.latent_attention.layout import LatentLayout
 from pagoda.kernels_pallas.latent_attention.selected import selected_attention
 from pagoda.kernels_pallas.latent_attention.write import store_latents, write_reference
 from pagoda.kernels_pallas.ragged_paged_attention.plan import RaggedBatch, make_knobs
-from pagoda.kernels_pallas.token_selection import SPECS, marks, select_tokens
+from pagoda.kernels_pallas.token_selection import marks, select_tokens
 
 TOKENS, SEQS, PAGES, MAX_PAGES, LAYER, TOP = 48, 8, 24, 6, 1, 40
 INDEX_HEADS, HEADS, RANK, ROPE, SCALE = 4, 3, 136, 16, 0.1
@@ -174,12 +175,12 @@ def test_the_best_tokens_are_selected_and_attended_to(dtype: str, page_size: int
 @pytest.mark.parametrize(
     "triples",
     [
-        ["v6e/token_selection/decode-64", "v6e/latent_attention.selected/mixed-128"],
+        ["v6e/token_selection/decode-64", "v6e/selected_attention/mixed-128"],
         pytest.param(
             [
                 f"{chip}/{package}/{name}"
                 for chip in CHIPS
-                for package, specs in (("token_selection", SPECS), ("latent_attention.selected", selected.SPECS))
+                for package, specs in (("token_selection", SPECS), ("selected_attention", SELECTED_SPECS))
                 for name in specs
             ],
             marks=pytest.mark.tpu_matrix,

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from support.kernels.ragged_batch import STRICT, races_found
 from support.kernels.small_kernels import compile_for_tpu
 
+from pagoda.benchmarks.tpu.aot.shapes.top_k_top_p import SPECS
 from pagoda.kernels_pallas.chips import CHIPS
-from pagoda.kernels_pallas.top_k_top_p import SPECS, top_k_top_p
 from pagoda.kernels_pallas.top_k_top_p import kernel as module
+from pagoda.kernels_pallas.top_k_top_p import top_k_top_p
 
 VOCAB = 700
 """A few chunks of the size that the fixture sets, and a tail that is no multiple of 128."""

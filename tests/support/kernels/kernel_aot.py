@@ -9,15 +9,15 @@ import importlib
 import json
 import sys
 
-from pagoda.kernels_pallas.aot import facts, one_chip
+from pagoda.benchmarks.tpu.aot.compiler import facts, one_chip
 from pagoda.kernels_pallas.chips import CHIPS
 
 
 def main(pairs: list[str]) -> None:
     for pair in pairs:
         chip, *kernel, name = pair.split("/")
-        package = f"pagoda.kernels_pallas.{kernel[0] if kernel else 'ragged_paged_attention'}"
-        case = importlib.import_module(package).SPECS[name]
+        module = f"pagoda.benchmarks.tpu.aot.shapes.{kernel[0] if kernel else 'ragged_paged_attention'}"
+        case = importlib.import_module(module).SPECS[name]
         compiled = case.function(CHIPS[chip]).lower(*case.arguments(one_chip(chip))).compile()
         print(json.dumps({"pair": pair, **vars(facts(compiled))}), flush=True)
 

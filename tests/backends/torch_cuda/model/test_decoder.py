@@ -15,6 +15,7 @@ from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, GroupBatch
 from pagoda.backends.torch_cuda.kernels.attention import decode_attention
+from pagoda.backends.torch_cuda.kernels.attention.work_list import cut_evenly
 from pagoda.backends.torch_cuda.memory import cache
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, Comm, RankShard
@@ -108,6 +109,7 @@ def test_several_tokens_a_sequence_decode_as_a_prefill() -> None:
         tiles=None,
         num_decodes=2,
         query_len=3,
+        work=cut_evenly(drafts.kv_lens[:2], 2),
     )
     actual = one.decoder.hidden(drafts, caches).view(2, 3, -1)
     torch.testing.assert_close(actual, want, atol=1e-5, rtol=1e-5)

@@ -10,9 +10,7 @@ from typing import Final
 
 import torch
 
-from pagoda.backends.torch_cuda.kernels.attention.decode_attention.kernel import (
-    REDUCE,
-)
+from pagoda.backends.torch_cuda.kernels.attention.decode_attention.kernel import REDUCE
 from pagoda.backends.torch_cuda.kernels.attention.latent_attention.kernel import (
     WRITE_WARPS,
     LatentShape,

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pagoda.backends.torch_cuda.kernels.attention.rope_cache.kernel import (
-    WARPS,
-    constants,
-    rope_cache_kernel,
-)
+from pagoda.backends.torch_cuda.kernels.attention.rope_cache.kernel import WARPS, constants, rope_cache_kernel
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
 from pagoda.benchmarks.gpu.aot.launch import Launch
 

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagoda.backends.torch_cuda.kernels.experts.moe_w8a8.kernel import (
-    TILES,
-    expert_kernel,
-    tile_settings,
-)
+from pagoda.backends.torch_cuda.kernels.experts.moe_w8a8.kernel import TILES, expert_kernel, tile_settings
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
 from pagoda.backends.torch_cuda.kernels.pointwise.activation.kernel import limits
 from pagoda.benchmarks.gpu.aot.launch import Launch

@@ -7,10 +7,7 @@ from typing import Any, Final
 import torch
 
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
-from pagoda.backends.torch_cuda.kernels.linear.invariant_linear.kernel import (
-    linear_kernel,
-    tile_settings,
-)
+from pagoda.backends.torch_cuda.kernels.linear.invariant_linear.kernel import linear_kernel, tile_settings
 from pagoda.benchmarks.gpu.aot.launch import Launch
 
 _TRITON: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

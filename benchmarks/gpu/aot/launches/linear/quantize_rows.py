@@ -8,10 +8,7 @@ from __future__ import annotations
 import triton
 
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, row_warps
-from pagoda.backends.torch_cuda.kernels.linear.quantize_rows.kernel import (
-    MAX_BLOCK,
-    quantize_rows_kernel,
-)
+from pagoda.backends.torch_cuda.kernels.linear.quantize_rows.kernel import MAX_BLOCK, quantize_rows_kernel
 from pagoda.benchmarks.gpu.aot.launch import Launch
 
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
-from pagoda.backends.torch_cuda.kernels.linear.scaled_linear.kernel import (
-    TILES,
-    scaled_kernel,
-    tile_settings,
-)
+from pagoda.backends.torch_cuda.kernels.linear.scaled_linear.kernel import TILES, scaled_kernel, tile_settings
 from pagoda.benchmarks.gpu.aot.launch import Launch
 
 _INPUTS: Final = 14336

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, row_warps
-from pagoda.backends.torch_cuda.kernels.pointwise.norm.kernel import (
-    norm_kernel,
-)
+from pagoda.backends.torch_cuda.kernels.pointwise.norm.kernel import norm_kernel
 from pagoda.benchmarks.gpu.aot.launch import Launch
 
 _KINDS: Final = {

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
-from pagoda.backends.torch_cuda.kernels.recurrent.causal_convolution.kernel import (
-    CHANNELS,
-    CONVOLVED,
-    WARPS,
-    convolve,
-)
+from pagoda.backends.torch_cuda.kernels.recurrent.causal_convolution.kernel import CHANNELS, CONVOLVED, WARPS, convolve
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK
 from pagoda.benchmarks.gpu.aot.launch import TRITON_TYPES, Launch
 

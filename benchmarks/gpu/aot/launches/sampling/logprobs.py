@@ -5,13 +5,7 @@ from __future__ import annotations
 import triton
 
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
-from pagoda.backends.torch_cuda.kernels.sampling.logprobs.kernel import (
-    BLOCK,
-    JOIN_WARPS,
-    WARPS,
-    blocks,
-    join,
-)
+from pagoda.backends.torch_cuda.kernels.sampling.logprobs.kernel import BLOCK, JOIN_WARPS, WARPS, blocks, join
 from pagoda.benchmarks.gpu.aot.launch import Launch
 
 VOCABS = {"v128k": 128_256, "v262k": 262_208, "v50k": 50_257}
