@@ -10,7 +10,7 @@ import numpy as np
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, dtype_name, powers_of_two
-from pagoda.common.weights.quantization.config import WEIGHT, WHOLE_ROW, Parts, QuantizationConfig, Section
+from pagoda.common.weights.quantization.config import WEIGHT, Parts, QuantizationConfig, Section
 from pagoda.common.weights.quantization.methods.fours import join_mxfp4, join_nvfp4
 from pagoda.common.weights.quantization.methods.integers import (
     IntegerLayers,
@@ -22,6 +22,7 @@ from pagoda.common.weights.quantization.methods.integers import (
 )
 from pagoda.common.weights.quantization.methods.scaled import floats, input_scale, join_scaled, with_zeros
 from pagoda.common.weights.quantization.tensors import (
+    WHOLE_ROW,
     Activations,
     Array,
     Float8,

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import dtype_name
-from pagoda.common.weights.quantization.config import WHOLE_ROW, LayerGroup, with_inputs
+from pagoda.common.weights.quantization.config import LayerGroup
 from pagoda.common.weights.quantization.methods.scaled import floats
-from pagoda.common.weights.quantization.tensors import Activations, Array, Int4, Int8, QuantizedTensor
+from pagoda.common.weights.quantization.tensors import WHOLE_ROW, Activations, Array, Int4, Int8, QuantizedTensor
 
 _WORD: Final = 32
 _STORED: Final = 8
@@ -151,6 +151,6 @@ def joined_integers(
                 "symmetric; download config.json and the weights again"
             )
         offsets = None
-    of_matrix = with_inputs(scheme, inputs)
+    of_matrix = scheme.with_inputs(inputs)
     assert of_matrix is not None
     return QuantizedTensor(of_matrix, data, wide, (1, size), offsets, order=order)

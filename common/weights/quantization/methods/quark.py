@@ -9,12 +9,13 @@ import numpy as np
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, dtype_name
-from pagoda.common.weights.quantization.config import WEIGHT, WHOLE_ROW, Parts, QuantizationConfig, Section
+from pagoda.common.weights.quantization.config import WEIGHT, Parts, QuantizationConfig, Section
 from pagoda.common.weights.quantization.methods.awq import join_along_outputs
 from pagoda.common.weights.quantization.methods.fours import join_mxfp4
 from pagoda.common.weights.quantization.methods.integers import IntegerLayers, integer_scheme
 from pagoda.common.weights.quantization.methods.scaled import input_scale, join_scaled, not_symmetric, with_zeros
 from pagoda.common.weights.quantization.tensors import (
+    WHOLE_ROW,
     Activations,
     Float8,
     Group,
