@@ -47,7 +47,7 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._include = include_stop_str_in_output
         self._min_tokens = min_tokens
-        self._parts: list[str] = []  # emitted
+        self._parts: list[str] = []  # pieces of text that were emitted
         self._pending = ""  # decoded but not emitted, as it may begin a stop string; every match lies within it
         self.num_tokens = 0  # tokens consumed, up to the one that completed a stop string
         self.stop_hit: str | None = None  # the stop string that ended the text

@@ -24,7 +24,7 @@ TRUSTED_ROLES: Final = frozenset({"system", "developer", "assistant"})
 
 _NONCE_CHARS: Final = 4
 _PRIVATE: Final = (0xF0000, 0xFFFE)  # first code point and number of a plane for private use
-_KINDS: Final = (0x100000, 0xFFFE)  # the same of another plane: which special token a marker stands for
+_KINDS: Final = (0x100000, 0xFFFE)  # first code point and number of another plane: which special token a marker is
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -162,7 +162,7 @@ class _Markers:
                     pieces.append(self._marker_of(joined[first:last]))
                 start = min(last, end)
                 if last > end:
-                    break  # it goes on in the next part
+                    break  # The text goes on in the next part.
                 next_span += 1
             marked[index] = _with_text(self.in_value(parts[index]), "".join(pieces) + joined[start:end])
             at = end

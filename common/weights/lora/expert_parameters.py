@@ -29,10 +29,10 @@ _WRAPPER: Final = ".base_layer"
 class ExpertParameter:
     """A parameter of a checkpoint that has all experts' matrices."""
 
-    name: str  # in the base model
+    name: str  # name of the tensor in the base model
     rule: Rename | Split
-    params: tuple[Param, ...]  # that it fills, [E, F, D] each
-    stores_inputs_first: bool | None  # None: either
+    params: tuple[Param, ...]  # parameters that the tensor fills, [E, F, D] each
+    stores_inputs_first: bool | None  # None: the shape decides
 
     @property
     def experts(self) -> int:

@@ -33,7 +33,7 @@ _WEIGHT_FILES: Final = (("adapter_model.safetensors", SafetensorsFile), ("adapte
 _PREFIX: Final = "base_model.model."
 _PARTS: Final = re.compile(r"^(.*)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$")
 _EMBEDDING: Final = "lora_embedding_"
-_LARGEST: Final = 65504.0  # of float16
+_LARGEST: Final = 65504.0  # the largest float16
 
 # Keys of adapter_config.json that say nothing about what the adapter computes, or that its tensors say again.
 _HARMLESS: Final = frozenset(
@@ -58,9 +58,9 @@ NumberT = TypeVar("NumberT", int, float)
 class BaseModel:
     """What an adapter is read for."""
 
-    rules: Sequence[Rule]  # of the checkpoint's tensor names
-    params: Mapping[str, Param]  # of the model
-    adaptable: Mapping[str, Param]  # that an adapter may change
+    rules: Sequence[Rule]  # rules for the names of the checkpoint's tensors
+    params: Mapping[str, Param]  # parameters of the model
+    adaptable: Mapping[str, Param]  # parameters that an adapter may change
     max_rank: int  # value of --max-lora-rank
 
 
@@ -69,7 +69,7 @@ class _Config:
     rank: int
     alpha: float
     rank_stabilised: bool  # the scale is alpha / sqrt(rank) instead of alpha / rank
-    ranks: Mapping[str, int]  # by pattern of module names
+    ranks: Mapping[str, int]  # pattern of module names -> rank
     alphas: Mapping[str, float]
     parameters: tuple[str, ...]  # last parts of the names in target_parameters
     reads_inputs: bool  # lora_A of a parameter has its inputs, see `expert_parameters`
@@ -309,7 +309,7 @@ class _Builder:
         for name, factors in list(matrices.items()):
             values = f"{name.removesuffix('.k')}.v"
             if name.endswith(".k") and values in self._base.adaptable and values not in self._base.params:
-                matrices[values] = factors  # values that are keys
+                matrices[values] = factors  # The values are the keys.
         return AdapterWeights(rank, matrices)
 
 

@@ -65,8 +65,8 @@ class LoraOptions:
     """The slots for adapters that a backend is created with."""
 
     slots: int  # adapters that steps may mix
-    max_rank: int  # of an adapter, one of LORA_RANKS
-    dtype: str  # of the adapters' matrices in the slots, resolved, not `auto`
+    max_rank: int  # the largest rank of an adapter, one of LORA_RANKS
+    dtype: str  # data type of the adapters' matrices in the slots, not `auto`
     fully_sharded: bool = False  # a is sharded over tensor-parallel devices, too
 
 
@@ -91,7 +91,7 @@ def adaptable(spec: ModelSpec) -> dict[str, Param]:
     matrices = params(spec)
     names = {name for name in _names(spec) if name in matrices}
     chosen = {name: param for name, param in matrices.items() if name in names}
-    for index, layer in enumerate(spec.layers):  # values that are keys have no parameter of their own
+    for index, layer in enumerate(spec.layers):  # Values that are keys have no parameter.
         for number, mixer in enumerate(layer.mixers):
             keys, values = (f"layers.{index}.mixers.{number}.{part}" for part in "kv")
             if isinstance(mixer, Attention) and mixer.values_are_keys and keys in chosen:

@@ -42,7 +42,7 @@ class LayerGroup:
     targets: tuple[str, ...]  # `Linear` (all), names, or `re:` patterns of names
     scheme: Scheme  # with `WHOLE_ROW` in place of the number of inputs
     parts: frozenset[str]  # last parts of the names of a layer's tensors
-    dtype: np.dtype[Any] | None = None  # of `weight` where dense layers have that part, too; None: any
+    dtype: np.dtype[Any] | None = None  # data type of `weight` if dense layers have that part, too; None: any
     optional: frozenset[str] = frozenset()  # parts that some files leave out
 
 
@@ -57,7 +57,7 @@ Raises WeightError for tensors that do not fit the scheme, naming the layer.
 class QuantizationConfig:
     """How a checkpoint is quantised."""
 
-    method: str  # quant_method
+    method: str  # the value of quant_method
     groups: tuple[LayerGroup, ...]  # the first that names a layer counts
     ignored: tuple[str, ...]  # names or `re:` patterns of layers that are not quantised
     join: Join = field(compare=False, repr=False)
@@ -222,6 +222,6 @@ def _quantised_modules(config: QuantizationConfig, stored: Collection[str]) -> f
 
 def _source_scheme(config: QuantizationConfig, source: str, modules: frozenset[str] | None) -> Scheme | None:
     module = source.removesuffix(config.suffix)
-    if modules is not None and modules.isdisjoint((module, module.partition(".")[2])):  # with and without `model.`
+    if modules is not None and modules.isdisjoint((module, module.partition(".")[2])):  # Names have `model.` or not.
         return None
     return config.scheme(module)

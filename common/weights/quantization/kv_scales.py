@@ -74,7 +74,7 @@ def kv_scale_weights(
     mixers = _mixers(sources) if scales else {}
     for target, (name, tensor) in scales.items():
         module, _, part = target.rpartition(".")
-        modules = module, module.removesuffix(".attn")  # as it is called in the checkpoint, or in vLLM
+        modules = module, module.removesuffix(".attn")  # Checkpoints and vLLM name it differently.
         mixer = next((mixers[each] for own in modules for each in (own, f"model.{own}") if each in mixers), None)
         if mixer is None:
             raise WeightError(f"tensor {name} belongs to no attention of this model; use --kv-cache-dtype auto")

@@ -63,8 +63,8 @@ class Float8:
     """float8_e4m3fn numbers times a scale per group."""
 
     numbers: ClassVar[Numbers] = "float8"
-    largest: ClassVar[float] = 448.0  # number
-    deviation: ClassVar[float] = 0.6  # of the numbers of `random_quantized`, before they are scaled
+    largest: ClassVar[float] = 448.0  # the largest number
+    deviation: ClassVar[float] = 0.6  # standard deviation of random numbers before they are scaled
     group: Group
     activations: Activations | None = None
 
@@ -97,7 +97,7 @@ class Int8:
     power_scales: ClassVar[bool] = False
     group: Group
     activations: Activations | None = None
-    ordered: bool = False  # as in Int4
+    ordered: bool = False  # see Int4
     offsets: bool = False  # groups have them
 
     @property
@@ -258,10 +258,10 @@ class QuantizedTensor:
     data: Array  # [..., O, I]; with 4 bits [..., O, I / 2], of Blocks [..., O, bytes]
     scales: Floats
     group_shape: tuple[int, ...]
-    offsets: Floats | None = None  # as scales; None: 0
+    offsets: Floats | None = None  # same shape as `scales`; None: 0
     row_scales: Floats | None = None  # [..., O]; None: 1
     order: npt.NDArray[np.int32] | None = None  # [..., I] column i of the values is that of input order[i]
-    input_scale: Floats | None = None  # [...] of static activations
+    input_scale: Floats | None = None  # [...] the scale of static activations
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -317,7 +317,7 @@ class QuantizedTensor:
                 assert size == 1, "entries that take turns have scales of their own"
                 grouped = [each[(*before, taken)] for each in grouped]
                 continue
-            if size >= self.shape[axis]:  # one group spans the axis
+            if size >= self.shape[axis]:  # One group spans the axis.
                 groups[axis] = stop - start
                 continue
             groups[axis] = gcd(size, start)
@@ -376,7 +376,7 @@ class QuantizedTensor:
         whole = scales.shape[-1] * self.group_shape[-1] == self.shape[-1]
         if whole and set(self.group_shape[:-1]) == {1}:
             grouped = values.reshape(*scales.shape, -1)
-            grouped *= scales[..., None]  # without a copy of the scales for each number
+            grouped *= scales[..., None]  # This needs no copy of the scales for each number.
             if offsets is not None:
                 grouped += offsets[..., None]
             return grouped.reshape(self.shape)

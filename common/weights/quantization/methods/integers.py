@@ -72,7 +72,9 @@ def unpack(words: Array, bits: int, count: int) -> Codes:
     if bits == 8:
         return unsigned.view(np.uint8)[..., :count]
     mask = np.uint32((1 << bits) - 1)
-    period = 1 if _WORD % bits == 0 else bits  # words after which numbers begin a word again
+    period = (
+        1 if _WORD % bits == 0 else bits
+    )  # number of words after which a number begins at the start of a word again
     lacking = -unsigned.shape[-1] % period
     if lacking:
         unsigned = np.concatenate([unsigned, np.zeros((*unsigned.shape[:-1], lacking), np.uint32)], -1)

@@ -112,7 +112,7 @@ def _unpacked(data: Section, target: str, kind: str, activations: Activations | 
 def _group(data: Section, key: str = "granularity") -> Group:
     """Return what shares a scale. Raises ModelError for other granularities."""
     value: Any = data.get(key)
-    if isinstance(value, list):  # of activations, of weights
+    if isinstance(value, list):  # The list has the value for activations, then that for weights.
         value = value[-1]
     section = Section(f"{data.key}.{key}", value if isinstance(value, dict) else {"_type": "PerRow"})
     match section.get("_type"):
