@@ -51,7 +51,7 @@ def render_literal(
     text = render(messages, documents)
     pattern = tokenizer.special_pattern
     try:
-        if pattern is None or not any(pattern.search(each) for each in _untrusted_texts(messages, documents)):
+        if pattern is None or not any(pattern.search(text) for text in _untrusted_texts(messages, documents)):
             return RenderedChat(text)
         return RenderedChat(text, _literal_spans(pattern, text, messages, documents, render))
     except RecursionError:
@@ -69,17 +69,18 @@ def _literal_spans(
     markers = _Markers(pattern, text)
     read: list[list[_Found]] = []
     for joins in (True, False):
-        shown = [markers.in_message(each, joins) for each in messages]
+        shown = [markers.in_message(message, joins) for message in messages]
         found = markers.found(render(shown, markers.in_value(documents)))
         if found not in read:
             read.append(found)
     plain = [_Found(match[0], False) for match in pattern.finditer(text)]
-    own = [each for each in read[0] if not each.is_literal]  # the template's, as no message has any in this rendering
+    # These are the template's own: in this rendering no message has any.
+    template_tokens = [token for token in read[0] if not token.is_literal]
     for found in (*read, plain):
-        same = [each.text for each in found] == [each.text for each in plain]
-        if same and [each for each in found if not each.is_literal] == own:
+        same = [token.text for token in found] == [token.text for token in plain]
+        if same and [token for token in found if not token.is_literal] == template_tokens:
             spans = (match.span() for match in pattern.finditer(text))
-            return tuple(span for span, each in zip(spans, found) if each.is_literal)
+            return tuple(span for span, token in zip(spans, found) if token.is_literal)
     raise RequestError(
         "messages",
         f"the chat template changes a message that contains the special token {markers.example!r}, so that it cannot "

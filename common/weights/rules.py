@@ -168,7 +168,7 @@ def check_names(
 def _zeros(rules: Sequence[Rule], params: Mapping[str, Param], filled: Collection[str]) -> list[str]:
     """Return the parameters that no tensor filled and that are zero then."""
     zeros = [_pattern(rule.target) for rule in rules if isinstance(rule, Zeros)]
-    return [target for target in params if target not in filled and any(each.fullmatch(target) for each in zeros)]
+    return [target for target in params if target not in filled and any(zero.fullmatch(target) for zero in zeros)]
 
 
 def _check_filled(rules: Sequence[Rule], params: Mapping[str, Param], filled: Collection[str]) -> None:
@@ -204,7 +204,7 @@ def merge_adapter(tensors: Iterable[tuple[str, Value]], adapter: MergedAdapter) 
         parts = waiting.setdefault(module, {})
         parts[part] = to_float32(tensor) if part == "original" else to_float32(tensor[adapter.index])
         if len(parts) == len(_ADAPTED):
-            whole, first, second = (waiting[module][each] for each in _ADAPTED)
+            whole, first, second = (waiting[module][part] for part in _ADAPTED)
             del waiting[module]
             product = second @ first if second.shape[0] == whole.shape[0] else first @ second
             yield f"{module}.weight", whole + np.float32(adapter.scale) * product

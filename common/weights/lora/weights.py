@@ -57,7 +57,7 @@ class AdapterWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of all matrices."""
-        return sum(each.a.nbytes + each.b.nbytes for each in self.matrices.values())
+        return sum(matrix.a.nbytes + matrix.b.nbytes for matrix in self.matrices.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,4 +132,4 @@ def slot_elements(matrices: Collection[Param], rank: int) -> int:
 
 def rank_bucket(rank: int) -> int:
     """Return the smallest of LORA_RANKS that is at least `rank`."""
-    return next(each for each in LORA_RANKS if each >= rank)
+    return next(bucket for bucket in LORA_RANKS if bucket >= rank)

@@ -198,7 +198,8 @@ def parameter_schemes(
     for name, param in params.items():
         if len(param.shape) < 2 or name in EMBEDDINGS:
             continue
-        read = [each for each in sources[name] if config.suffix == f".{WEIGHT}" or each[1].endswith(config.suffix)]
+        any_suffix = config.suffix == f".{WEIGHT}"
+        read = [(rule, source) for rule, source in sources[name] if any_suffix or source.endswith(config.suffix)]
         stacked = len(param.shape) > _MATRIX
         candidates = {
             None if stacked and getattr(rule, "transpose", False) else _source_scheme(config, source, modules)

@@ -75,7 +75,8 @@ def kv_scale_weights(
     for target, (name, tensor) in scales.items():
         module, _, part = target.rpartition(".")
         modules = module, module.removesuffix(".attn")  # Checkpoints and vLLM name it differently.
-        mixer = next((mixers[each] for own in modules for each in (own, f"model.{own}") if each in mixers), None)
+        known_as = [full for short in modules for full in (short, f"model.{short}")]
+        mixer = next((mixers[full] for full in known_as if full in mixers), None)
         if mixer is None:
             raise WeightError(f"tensor {name} belongs to no attention of this model; use --kv-cache-dtype auto")
         if tensor.size != 1:

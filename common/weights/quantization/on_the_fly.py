@@ -163,7 +163,7 @@ def rounded_int4(array: Array, group: int, *, symmetric: bool) -> QuantizedTenso
     rows = max(1, _CHUNK // array.shape[1])
     rounding = _round_symmetric if symmetric else _round_asymmetric
     parts = [rounding(to_float32(array[start : start + rows]), group) for start in range(0, len(array), rows)]
-    data, scales = (np.concatenate(each) for each in zip(*((part.data, part.scales) for part in parts)))
+    data, scales = (np.concatenate(column) for column in zip(*((part.data, part.scales) for part in parts)))
     offsets = [part.offsets for part in parts if part.offsets is not None]
     joined = np.concatenate(offsets) if offsets else None
     return QuantizedTensor(Int4((1, group), offsets=joined is not None), data, scales, (1, group), joined)

@@ -315,14 +315,14 @@ class QuantizedTensor:
             before = (slice(None),) * axis
             if step > 1:
                 assert size == 1, "entries that take turns have scales of their own"
-                grouped = [each[(*before, taken)] for each in grouped]
+                grouped = [factors[(*before, taken)] for factors in grouped]
                 continue
             if size >= self.shape[axis]:  # One group spans the axis.
                 groups[axis] = stop - start
                 continue
             groups[axis] = gcd(size, start)
             entries = slice(start // groups[axis], -(-stop // groups[axis]))
-            grouped = [np.repeat(each, size // groups[axis], axis)[(*before, entries)] for each in grouped]
+            grouped = [np.repeat(factors, size // groups[axis], axis)[(*before, entries)] for factors in grouped]
         scales, *offsets = grouped
         return replace(part, scales=scales, offsets=offsets[0] if offsets else None, group_shape=tuple(groups))
 
@@ -469,7 +469,8 @@ def _scale_per_row(part: QuantizedTensor, rows: npt.NDArray[np.integer[Any]] | s
     size = part.group_shape[0]
     extent = part.shape[0]
     scales, offsets = (
-        None if each is None else np.repeat(each, size, 0)[:extent][rows] for each in (part.scales, part.offsets)
+        None if factors is None else np.repeat(factors, size, 0)[:extent][rows]
+        for factors in (part.scales, part.offsets)
     )
     assert scales is not None
     return replace(part, scales=scales, offsets=offsets, group_shape=(1, *part.group_shape[1:]))
@@ -532,7 +533,7 @@ def take_matrix(stacked: QuantizedTensor, index: int) -> QuantizedTensor:
     part = stacked[(slice(index, index + 1),)]
     blocks = isinstance(stacked.scheme, Blocks)
     rest = (part.offsets, part.row_scales, part.order, part.input_scale)
-    offsets, row_scales, order, input_scale = (None if each is None else each[0] for each in rest)
+    offsets, row_scales, order, input_scale = (None if values is None else values[0] for values in rest)
     return replace(
         part,
         data=part.data[0],

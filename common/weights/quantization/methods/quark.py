@@ -46,8 +46,8 @@ class QuarkLayers(IntegerLayers):
 
 def read(section: Section) -> QuantizationConfig:
     """Return the config of a section. Raises ModelError for a combination that is not read."""
-    own = ("global_quant_config", "layer_quant_config", "layer_type_quant_config", "exclude", "algo_config")
-    section.only(*own, "softmax_quant_spec", *_HARMLESS)
+    read_keys = ("global_quant_config", "layer_quant_config", "layer_type_quant_config", "exclude", "algo_config")
+    section.only(*read_keys, "softmax_quant_spec", *_HARMLESS)
     for key in ("layer_type_quant_config", "softmax_quant_spec"):
         if section.get(key):
             raise section.refused(f"{key} is not read")
