@@ -7,7 +7,6 @@ from functools import partial
 
 from pagoda.common.models.families.experts import FFN, MOE_RULES, corrected_sigmoid_router, leading_dense, routed_moe
 from pagoda.common.models.family import (
-    ATTENTION_RULES,
     EMBED_RULES,
     MLP_RULES,
     PRE_NORM_RULES,
@@ -91,7 +90,6 @@ _TARGET = "layers.{l}.mixers.0"
 
 RULES = (
     *(EMBED_RULES + MLP_RULES + MOE_RULES + PRE_NORM_RULES),
-    *ATTENTION_RULES,  # of GGUF files
     Rename("[model.]word_embeddings.weight", "embed"),
     *fused_linear(f"{_SOURCE}.query_key_value", *(f"{_TARGET}.{part}" for part in "qkv")),
     *linear(f"{_SOURCE}.dense", f"{_TARGET}.o"),
