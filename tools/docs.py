@@ -39,7 +39,7 @@ from pagoda.common.models.towers import TEXT_TOWERS
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.request_bounds import BOUNDS
 from pagoda.common.weights.quantization.on_the_fly import METHODS, scheme_of
-from pagoda.common.weights.quantization.support import SCHEMES, SchemeSupport, bits_per_weight
+from pagoda.common.weights.quantization.support import SCHEMES, SchemeSupport
 from pagoda.common.weights.quantization.tensors import Codes4, Float8, Int4, Int8, Mxfp4, Scheme
 from pagoda.server.api.app import BODIES, bodies_of
 from pagoda.server.http.body import RequestBody, is_hint, is_unsupported
@@ -309,7 +309,7 @@ def _quantization() -> str:
         rows = (
             (
                 name,
-                f"{round(bits_per_weight(scheme), 2):g}",
+                f"{round(scheme.bits_per_weight, 2):g}",
                 *(_support_cell(columns[backend](scheme, experts)) for backend in backends),
             )
             for name, scheme in SCHEMES.items()

@@ -28,8 +28,7 @@ from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Layer, ModelSpec, Moe
-from pagoda.common.weights.quantization.support import bits_per_weight
-from pagoda.common.weights.quantization.tensors import Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme
+from pagoda.common.weights.quantization.tensors import Activations, Scheme
 
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 _SHARDED_AXES: Final = frozenset("NKFV")
@@ -72,7 +71,7 @@ class ServedModel:
         """Return the bytes of a parameter on one device."""
         scheme = self.schemes.get(param.name)
         if scheme is not None:
-            return self.elements_of_device(param) * bits_per_weight(scheme) / 8
+            return self.elements_of_device(param) * scheme.bits_per_weight / 8
         return self.elements_of_device(param) * (4 if param.float32 else self.dtype_bytes)
 
     @property
@@ -92,13 +91,13 @@ class ServedModel:
 
     def rate_of(self, name: str) -> Rate:
         """Return the type in which a parameter is multiplied: 8 bits where activations are rounded to them, too."""
-        match self.schemes.get(name):
-            case Float8(activations=activations) | Int8(activations=activations) if activations is not None:
-                return "float8" if activations.numbers == "float8" else "int8"
-            case Int4(activations=activations) | Mxfp4(activations=activations) | Nvfp4(activations=activations):
-                return "bfloat16" if activations is None else "int8" if activations.numbers == "int8" else "float8"
-            case _:
-                return "float32" if self.dtype == "float32" else "bfloat16"
+        scheme = self.schemes.get(name)
+        activations: Activations | None = getattr(scheme, "activations", None)
+        if activations is not None:
+            return "int8" if activations.numbers == "int8" else "float8"
+        if getattr(scheme, "numbers", None) in ("int4", "e2m1"):
+            return "bfloat16"
+        return "float32" if self.dtype == "float32" else "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)

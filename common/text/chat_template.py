@@ -453,7 +453,7 @@ TRUSTED_ROLES: Final = frozenset({"system", "developer", "assistant"})
 
 _NONCE_CHARS: Final = 4
 _PRIVATE: Final = (0xF0000, 0xFFFE)  # first code point and number of a plane for private use
-_KINDS: Final = (0x100000, 0xFFFE)  # the same of another plane: which special token a marker stands for
+_KINDS: Final = (0x100000, 0xFFFE)  # first code point and number of another plane: which special token a marker is
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -480,7 +480,7 @@ def render_literal(
     text = render(messages, documents)
     pattern = tokenizer.special_pattern
     try:
-        if pattern is None or not any(pattern.search(each) for each in _untrusted_texts(messages, documents)):
+        if pattern is None or not any(pattern.search(text) for text in _untrusted_texts(messages, documents)):
             return RenderedChat(text)
         return RenderedChat(text, _literal_spans(pattern, text, messages, documents, render))
     except RecursionError:
@@ -498,17 +498,18 @@ def _literal_spans(
     markers = _Markers(pattern, text)
     read: list[list[_Found]] = []
     for joins in (True, False):
-        shown = [markers.in_message(each, joins) for each in messages]
+        shown = [markers.in_message(message, joins) for message in messages]
         found = markers.found(render(shown, markers.in_value(documents)))
         if found not in read:
             read.append(found)
     plain = [_Found(match[0], False) for match in pattern.finditer(text)]
-    own = [each for each in read[0] if not each.is_literal]  # the template's, as no message has any in this rendering
+    # These are the template's own: in this rendering no message has any.
+    template_tokens = [token for token in read[0] if not token.is_literal]
     for found in (*read, plain):
-        same = [each.text for each in found] == [each.text for each in plain]
-        if same and [each for each in found if not each.is_literal] == own:
+        same = [token.text for token in found] == [token.text for token in plain]
+        if same and [token for token in found if not token.is_literal] == template_tokens:
             spans = (match.span() for match in pattern.finditer(text))
-            return tuple(span for span, each in zip(spans, found) if each.is_literal)
+            return tuple(span for span, token in zip(spans, found) if token.is_literal)
     raise RequestError(
         "messages",
         f"the chat template changes a message that contains the special token {markers.example!r}, so that it cannot "
@@ -591,7 +592,7 @@ class _Markers:
                     pieces.append(self._marker_of(joined[first:last]))
                 start = min(last, end)
                 if last > end:
-                    break  # it goes on in the next part
+                    break  # The text goes on in the next part.
                 next_span += 1
             marked[index] = _with_text(self.in_value(parts[index]), "".join(pieces) + joined[start:end])
             at = end

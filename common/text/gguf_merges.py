@@ -77,22 +77,26 @@ class _HashedVocabulary:
 
     def splits(self, mergeable: Array) -> _Splits:
         """Return every split of a mergeable token into two tokens."""
-        parts: list[tuple[Array, Array, Array]] = []
+        unions: list[Array] = []
+        lefts: list[Array] = []
+        rights: list[Array] = []
         for chunk in _chunks(len(self.lengths)):
             length, left, _ = self._prefixes(chunk)
             candidate = self.ids.possible(left)
             candidate &= np.repeat(mergeable[chunk], self.lengths[chunk])
             candidate &= length > 0
-            at = np.flatnonzero(candidate)
-            union = np.repeat(np.arange(chunk.start, chunk.stop), self.lengths[chunk])[at]
-            left = left[at]
-            right = (self._hashes[union] - left) * self._inverse[length[at]]
-            known = np.flatnonzero(self.ids.possible(right))
-            union = union[known]
-            pair = (self.ids.of(left[known]), self.ids.of(right[known]))
-            known = np.flatnonzero((pair[0] >= 0) & (pair[1] >= 0))
-            parts.append((union[known], pair[0][known], pair[1][known]))
-        return _Splits(*(np.concatenate(column) for column in zip(*parts)))
+            candidates = np.flatnonzero(candidate)
+            union = np.repeat(np.arange(chunk.start, chunk.stop), self.lengths[chunk])[candidates]
+            left = left[candidates]
+            right = (self._hashes[union] - left) * self._inverse[length[candidates]]
+            possible = np.flatnonzero(self.ids.possible(right))
+            left_ids = self.ids.of(left[possible])
+            right_ids = self.ids.of(right[possible])
+            tokens = np.flatnonzero((left_ids >= 0) & (right_ids >= 0))
+            unions.append(union[possible][tokens])
+            lefts.append(left_ids[tokens])
+            rights.append(right_ids[tokens])
+        return _Splits(union=np.concatenate(unions), left=np.concatenate(lefts), right=np.concatenate(rights))
 
     def _prefixes(self, chunk: slice) -> tuple[Array, Array, Array]:
         """For each character of some tokens: length and hash of the part before it; hashes of the whole tokens."""
@@ -134,7 +138,9 @@ class _UsedSplits:
         self._splits = splits
         self._lengths = vocabulary.lengths
         self._merged = np.where(self._lengths > 1, rank, np.int32(-1))
-        self._across = np.append(np.where(mergeable, rank, _NEVER), np.int32(_NEVER))  # the last: no token
+        self._across = np.append(
+            np.where(mergeable, rank, _NEVER), np.int32(_NEVER)
+        )  # The last entry stands for no token.
         self._known = self._lengths == 1
         self._left = self._right = np.zeros(0, np.int64)
 

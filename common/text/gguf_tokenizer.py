@@ -304,7 +304,7 @@ def _add_tokens(
             added.append(AddedToken(token, special=is_special, normalized=False, rstrip=rstrip))
     if not len(types):
         added = [AddedToken(token, special=True, normalized=False) for token in sorted(roles)]
-    backend.add_tokens(added)  # in one call: every call rebuilds the matcher
+    backend.add_tokens(added)  # All are added by one call, as every call rebuilds the matcher.
 
 
 _UNTRIMMED: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})

@@ -85,7 +85,7 @@ class Tokenizer:
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # role -> text, such as "bos_token" -> "<s>"
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # name -> jinja source; usually only "default"
     max_tokens: int | None = None  # reject texts of surely more tokens without tokenising them whole
-    highest_id: int | None = None  # but of added tokens, if known
+    highest_id: int | None = None  # the highest id except those of added tokens, if known
 
     def with_context(self, max_tokens: int) -> Tokenizer:
         """Return a copy that rejects texts longer than `max_tokens` tokens."""
@@ -294,7 +294,8 @@ class Tokenizer:
         Where a vocabulary has a special token's text as an ordinary token, too, that text is split.
         """
         assert self.special_pattern is not None
-        for stretch in stretches_of(text, self.special_pattern, frozenset(literal), *self._takes_space):
+        left, right = self._takes_space
+        for stretch in stretches_of(text, self.special_pattern, frozenset(literal), left=left, right=right):
             start = stretch.start
             end = stretch.end
             if not stretch.literal:
@@ -372,7 +373,7 @@ def load_tokenizer(
     tokenizer = Tokenizer(parts.backend, parts.special_tokens, parts.chat_templates, highest_id=parts.highest_id)
     try:
         tokenizer.encode(_TRIAL)
-    except RequestError:  # characters unknown to the vocabulary
+    except RequestError:  # The vocabulary lacks a character.
         pass
     except ModelError as error:
         raise ModelError(f"{source}: {error}") from None
@@ -402,7 +403,9 @@ def _highest_id(backend: tokenizers.Tokenizer) -> int:
     token_of = backend.model.id_to_token
     if all(token_of(index) is not None for index in range(size)):
         return size - 1
-    return max(backend.get_vocab(with_added_tokens=False).values(), default=-1)  # takes several times as long
+    return max(
+        backend.get_vocab(with_added_tokens=False).values(), default=-1
+    )  # Including them takes several times as long.
 
 
 def _with_added(backend: tokenizers.Tokenizer, kept: Collection[int]) -> tokenizers.Tokenizer:
@@ -455,7 +458,7 @@ def _encoding(
         if isinstance(text, str):  # some versions of the library report the surrogate as a type error
             raise RequestError("prompt", "the text contains characters that cannot be encoded as UTF-8") from None
         raise
-    except Exception as error:  # bare ones of the library: a character unknown to a vocabulary without <unk>
+    except Exception as error:  # The library raises it for a character that no token has.
         raise RequestError("prompt", f"the model's tokenizer cannot encode the text: {error}") from None
     except BaseException as error:
         if not is_panic(error):
@@ -577,7 +580,7 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._include = include_stop_str_in_output
         self._min_tokens = min_tokens
-        self._parts: list[str] = []  # emitted
+        self._parts: list[str] = []  # pieces of text that were emitted
         self._pending = ""  # decoded but not emitted, as it may begin a stop string; every match lies within it
         self.num_tokens = 0  # tokens consumed, up to the one that completed a stop string
         self.stop_hit: str | None = None  # the stop string that ended the text

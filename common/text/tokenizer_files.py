@@ -35,7 +35,9 @@ class TokenizerParts:
     backend: tokenizers.Tokenizer
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # role ("bos_token") -> text
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # name -> jinja source
-    highest_id: int | None = None  # but of added tokens; None if the file does not tell without reading every token
+    highest_id: int | None = (
+        None  # the highest id except those of added tokens; None if the file does not tell without reading every token
+    )
 
 
 def add_ends(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
@@ -116,7 +118,7 @@ def _read_vocab_and_merges(folder: Path, config: Mapping[str, Any]) -> tokenizer
         raise ModelError(_missing(folder))
     try:
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    except BaseException as error:  # as above
+    except BaseException as error:  # The library raises bare Exception here, too.
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise ModelError(f"{folder}: vocab.json and merges.txt cannot be read ({error}); fetch them again") from None

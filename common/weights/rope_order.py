@@ -26,7 +26,9 @@ def half_split(spec: ModelSpec, weights: Iterable[tuple[str, Value]]) -> Iterato
     moved = _moved(spec)
     for name, value in weights:
         order = moved.get(name)
-        if order is None or (value.shape[-1] if _NORM in name else value.shape[0]) % len(order):  # the loader's error
+        if order is None or (value.shape[-1] if _NORM in name else value.shape[0]) % len(
+            order
+        ):  # The loader reports wrong shapes.
             yield name, value
             continue
         if _NORM in name and not isinstance(value, QuantizedTensor):

@@ -114,7 +114,7 @@ def _checked_head(rules: Sequence[Rule], tensors: Iterable[tuple[str, Value]]) -
                 found.clear()
 
 
-_ROWS_COMPARED: Final = 1024  # at a time: no copy of a table of gigabytes
+_ROWS_COMPARED: Final = 1024  # rows compared at a time, so that no table of gigabytes is copied
 
 
 def _check_equal(*, embed: tuple[str, Value], head: tuple[str, Value]) -> None:
@@ -168,7 +168,7 @@ def check_names(
 def _zeros(rules: Sequence[Rule], params: Mapping[str, Param], filled: Collection[str]) -> list[str]:
     """Return the parameters that no tensor filled and that are zero then."""
     zeros = [_pattern(rule.target) for rule in rules if isinstance(rule, Zeros)]
-    return [target for target in params if target not in filled and any(each.fullmatch(target) for each in zeros)]
+    return [target for target in params if target not in filled and any(zero.fullmatch(target) for zero in zeros)]
 
 
 def _check_filled(rules: Sequence[Rule], params: Mapping[str, Param], filled: Collection[str]) -> None:
@@ -204,7 +204,7 @@ def merge_adapter(tensors: Iterable[tuple[str, Value]], adapter: MergedAdapter) 
         parts = waiting.setdefault(module, {})
         parts[part] = to_float32(tensor) if part == "original" else to_float32(tensor[adapter.index])
         if len(parts) == len(_ADAPTED):
-            whole, first, second = (waiting[module][each] for each in _ADAPTED)
+            whole, first, second = (waiting[module][part] for part in _ADAPTED)
             del waiting[module]
             product = second @ first if second.shape[0] == whole.shape[0] else first @ second
             yield f"{module}.weight", whole + np.float32(adapter.scale) * product
@@ -301,8 +301,8 @@ class _PartialStack:
         self._shape = param.shape
         self._source = source
         self._missing = set(range(param.shape[0]))
-        self._kind: tuple[str, tuple[int, ...]] | None = None  # of the parts, see `_kind`
-        self._values: Array | None = None  # of dense parts
+        self._kind: tuple[str, tuple[int, ...]] | None = None  # kind of all parts, see `_kind`
+        self._values: Array | None = None  # the stack, if its parts are dense
         self._quantised: dict[int, QuantizedTensor] = {}
 
     def put(self, number: int, name: str, part: Value) -> bool:
@@ -351,7 +351,7 @@ def _kind_text(kind: tuple[str, tuple[int, ...]]) -> str:
 
 def _checked(name: str, tensor: Value, transpose: Transpose, target: str, shape: tuple[int, ...]) -> Value:
     if isinstance(tensor, QuantizedTensor):
-        transpose = False  # [..., O, I], whichever way dense tensors are stored
+        transpose = False  # Quantised tensors are [..., O, I], whichever way dense ones are stored.
     if transpose == "unless_it_fits":
         transpose = tensor.shape != shape
     oriented = tensor.swapaxes(-1, -2) if transpose and not isinstance(tensor, QuantizedTensor) else tensor
@@ -536,7 +536,7 @@ def stored_tensors(
     waiting: dict[str, dict[str, Array]] = {}
     for name, value in weights:
         if name not in matches:
-            continue  # zeros, which need no tensor
+            continue  # The parameter is zero, and needs no tensor.
         match = matches[name]
         array = value.dequantize() if isinstance(value, QuantizedTensor) else value
         match match.rule:
@@ -639,7 +639,7 @@ def _filled(source: str, numbers: Mapping[str, str]) -> str:
 
 def _pattern(target: str) -> re.Pattern[str]:
     """Return a regular expression for the parameters of a rule's target, with a group per placeholder."""
-    pieces = _PLACEHOLDER.split(target)  # text and names of placeholders in turns
+    pieces = _PLACEHOLDER.split(target)  # text and names of placeholders take turns
     return re.compile("".join(rf"(?P<{piece}>\d+)" if at % 2 else re.escape(piece) for at, piece in enumerate(pieces)))
 
 

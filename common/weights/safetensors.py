@@ -136,7 +136,9 @@ def _entry(where: str, value: object) -> _Entry:
     offsets = _sizes(value.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
         raise WeightError(f"{where}: corrupt header (shape {value.get('shape')}, offsets {value.get('data_offsets')})")
-    if prod(size or 1 for size in shape) * dtype.itemsize >= 1 << 63:  # whatever a size of 0 makes of it
+    if (
+        prod(size or 1 for size in shape) * dtype.itemsize >= 1 << 63
+    ):  # An empty dimension must not hide the others' sizes.
         raise WeightError(f"{where}: corrupt header (shape {list(shape)})")
     begin, end = offsets
     needed = prod(shape) * dtype.itemsize

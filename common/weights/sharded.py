@@ -30,7 +30,7 @@ class Leaf:
     shape: tuple[int, ...]
     axes: str  # a logical axis letter per dimension
     dtype: str
-    checksum: int  # of its values, computed by the writing backend
+    checksum: int  # checksum of the values, computed by the writing backend
 
     @property
     def size(self) -> int:
@@ -43,11 +43,11 @@ class Manifest:
     """Description of the arrays."""
 
     format: int = FORMAT
-    pagoda: str  # version that wrote them
+    pagoda: str  # version of pagoda that wrote them
     architectures: tuple[str, ...]
     dtype: str
     tensor_parallel_size: int
-    leaves: Mapping[str, Leaf]  # by parameter path
+    leaves: Mapping[str, Leaf]  # parameter path -> array
 
     @property
     def summary(self) -> str:

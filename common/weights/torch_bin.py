@@ -61,7 +61,7 @@ _STORAGES = {
 _MAX_PICKLE = 1 << 28  # bytes; millions of tensors
 _MAX_INFLATION: Final = 64
 """Maximum ratio of a compressed record's size to its size in the file; weights shrink by less than half."""
-_SMALL_RECORD: Final = 1 << 16  # bytes; smaller ones count as this
+_SMALL_RECORD: Final = 1 << 16  # bytes; a smaller record counts as this many
 _LOCAL_MAGIC: Final = b"PK\3\4"
 _LOCAL_HEADER: Final = 30  # bytes of a zip local header before the name
 
@@ -291,7 +291,7 @@ def _allowed_globals() -> dict[tuple[str, str], Callable[..., Any]]:
 def _tensor(key: str, dtype: str, offset: int, shape: Sequence[int], strides: Sequence[int]) -> TensorView:
     numbers = (offset, *shape, *strides)
     if (
-        not isinstance(dtype, str)  # first, as hashing or printing a deeply nested tuple could overflow the stack
+        not isinstance(dtype, str)  # Checked first: hashing or printing a deeply nested tuple could overflow the stack.
         or dtype not in DTYPES
         or len(shape) != len(strides)
         or not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
@@ -305,7 +305,7 @@ def _tensor(key: str, dtype: str, offset: int, shape: Sequence[int], strides: Se
 # the bytes sent.
 
 _MAX_TENSOR_PICKLE: Final = 4096  # bytes; a tensor needs about 150
-_MAX_ENTRIES: Final = 64  # of the archive; a tensor needs 7
+_MAX_ENTRIES: Final = 64  # entries of the archive; a tensor needs 7
 _ENTRY_MAGIC: Final = b"PK\1\2"
 
 _NOT_A_TENSOR: Final = "it contains something else than one dense tensor"

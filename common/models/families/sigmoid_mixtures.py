@@ -205,7 +205,6 @@ _BAILING_TARGET = "layers.{l}.mixers.0"
 
 BAILING_RULES = (
     *(EMBED_RULES + MLP_RULES + MOE_RULES + PRE_NORM_RULES),
-    *ATTENTION_RULES,  # of GGUF files
     Rename("[model.]word_embeddings.weight", "embed"),
     *fused_linear(f"{_BAILING_SOURCE}.query_key_value", *(f"{_BAILING_TARGET}.{part}" for part in "qkv")),
     *linear(f"{_BAILING_SOURCE}.dense", f"{_BAILING_TARGET}.o"),

@@ -49,7 +49,7 @@ def generation_config(file: GgufFile) -> Config:
     types = metadata.get("tokenizer.ggml.token_type", [])
     control = {tokens[i]: i for i, kind in enumerate(types) if kind == _CONTROL and tokens[i] in _END_OF_MESSAGE}
     if control.keys() >= _HARMONY:
-        control.pop("<|end|>", None)  # ends one of several messages of a turn
+        control.pop("<|end|>", None)  # It ends one of several messages of a turn.
         ends = {token: None for token in ends if tokens[token] != "<|end|>"}
     ends.update(dict.fromkeys(sorted(control.values())))
     ids = _token_ids(file)
@@ -57,7 +57,7 @@ def generation_config(file: GgufFile) -> Config:
     return {**ids, "eos_token_id": list(ends)} if ends else ids
 
 
-_CONTROL: Final = 3  # of tokenizer.ggml.token_type
+_CONTROL: Final = 3  # the value of tokenizer.ggml.token_type for control tokens
 _HARMONY: Final = frozenset({"<|return|>", "<|call|>"})
 _END_OF_MESSAGE: Final = _HARMONY | {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>"}
 

@@ -26,7 +26,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT = 32
-_MAX_ELEMENTS = 1 << 48  # of a dimension, for those beside a dimension of none
+_MAX_ELEMENTS = 1 << 48  # largest size of a dimension; with an empty dimension the product checks nothing
 
 SPLIT_NAME: Final = re.compile(r"-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
 """End of the name of one part of a split model."""
@@ -226,9 +226,9 @@ class _Reader:
                 at += 8 + length
                 result.append(str(buffer[at - length : at], "utf-8"))
         except (struct.error, OverflowError):
-            self._take(self._file_size)  # ran past the end: raises
+            self._take(self._file_size)  # The text ran past the end of the file: this raises.
         except UnicodeDecodeError as error:
-            self._take(at - self._at)  # raises if the string is cut by the end of the file
+            self._take(at - self._at)  # This raises if the end of the file cuts the string.
             raise WeightError(f"{self._path}: corrupt: a string near byte {at} is not UTF-8 ({error.reason})") from None
         self._take(at - self._at)
         return result

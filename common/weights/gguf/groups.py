@@ -33,7 +33,7 @@ from pagoda.common.weights.gguf.grids import GRID_FORMATS, GridFormat
 from pagoda.common.weights.quantization.tensors import Blocks, Int4, Int8, Mxfp4, Nvfp4, QuantizedTensor
 
 _CHUNK: Final = 1 << 18  # elements converted at a time
-_INT4_ZERO: Final = 8  # stored with numbers of 4 bits
+_INT4_ZERO: Final = 8  # added to numbers of 4 bits before they are stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class GroupFormat:
     scheme: Int4 | Int8 | Mxfp4 | Nvfp4
     numbers: Callable[[Bytes, npt.NDArray[Any]], None]  # unsigned numbers of blocks [n, bytes] -> out [n, elements]
     scales: Callable[[Bytes], Floats]  # blocks -> [n, groups]
-    bits: int  # of the unsigned numbers
+    bits: int  # bits of an unsigned number
     zero: int = 0  # number whose value is 0, or the offset
     offsets: Callable[[Bytes], Floats] | None = None  # blocks -> [n, groups], the value of number `zero`
 
@@ -97,7 +97,7 @@ def _tq1_0_numbers(blocks: Bytes, out: npt.NDArray[Any]) -> None:
     start = 0
     for first, last, digits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
         for digit in range(digits):
-            shifted = blocks[:, first:last] * np.uint8(3**digit)  # modulo 256
+            shifted = blocks[:, first:last] * np.uint8(3**digit)  # The product is modulo 256.
             stop = start + last - first
             out[:, start:stop] = (shifted.astype(np.uint16) * 3 >> 8) + (_INT4_ZERO - 1)
             start = stop

@@ -46,7 +46,7 @@ class Metadata:
 
     def of_some_layers(self) -> Metadata:
         """Return the same metadata, in whose lists 0 stands for a layer without the mechanism."""
-        view = copy(self)  # shares what was read
+        view = copy(self)  # The copy shares the set of keys that were read.
         view._skips_zeros = True
         return view
 
@@ -104,7 +104,7 @@ class Metadata:
         if isinstance(value, list) and self._skips_zeros:
             value = [item for item in value if item] or [0]
         if isinstance(value, list) and value and all(item == value[0] for item in value):
-            value = value[0]  # one value per layer, all equal
+            value = value[0]  # There is one value per layer, and all are equal.
         if key == "block_count" and type(value) is int and not 0 <= value <= MAX_LAYERS:
             raise ModelError(
                 f"{self.file.path}: metadata {self._prefix}{key} is {value}; it must be at most {MAX_LAYERS}"
@@ -157,7 +157,7 @@ def rope(metadata: Metadata, head_dim: int, default_theta: float = 10000.0, *, p
 
 
 def _scaling(metadata: Metadata) -> Config | None:
-    linear = metadata.opt("rope.scale_linear", float, 1.0)  # the older spelling
+    linear = metadata.opt("rope.scale_linear", float, 1.0)  # This is the older spelling.
     kind = metadata.opt("rope.scaling.type", str, "none" if linear == 1.0 else "linear")
     factor = metadata.opt("rope.scaling.factor", float, linear)
     attention = metadata.opt("rope.scaling.attn_factor", float, 1.0)

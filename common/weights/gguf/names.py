@@ -22,7 +22,7 @@ _Layers: TypeAlias = tuple[tuple[str, str | tuple[str, ...]], ...]
 _ROOT_LAYERS: Final = (
     ("token_embd", "embed"),
     ("token_embd_norm", "embed_norm"),
-    ("token_embd_norm", "final_norm"),  # LFM2
+    ("token_embd_norm", "final_norm"),  # LFM2 names its final norm so.
     ("token_types", "token_types"),
     ("position_embd", "positions"),
     ("per_layer_token_embd", "per_layer.table"),
@@ -49,7 +49,7 @@ _MIXER_LAYERS: Final[_Layers] = (
     ("attn_kv_a_mqa", "kv_a"),
     ("attn_kv_a_norm", "kv_a_norm"),
     ("attn_kv_b", "kv_b"),
-    ("attn_k_b", "kv_b"),  # with attn_v_b
+    ("attn_k_b", "kv_b"),  # GgufCheckpoint joins it with attn_v_b.
     ("indexer.attn_q_b", "indexer.q"),
     ("indexer.attn_k", "indexer.k"),
     ("indexer.k_norm", "indexer.k_norm"),
@@ -79,7 +79,7 @@ _MIXER_LAYERS: Final[_Layers] = (
 
 _BLOCK_LAYERS: Final[_Layers] = (
     ("attn_norm", "norms.before_mixer"),
-    ("attn_norm", "norms.before_ffn"),  # of a layer without a mixer
+    ("attn_norm", "norms.before_ffn"),  # A layer without a mixer has only this norm.
     ("attn_output_norm", "norms.after_mixer"),
     ("attn_output_norm", "norms.before_ffn"),
     ("post_attention_norm", "norms.after_mixer"),
@@ -186,7 +186,7 @@ def _exceptions(architecture: str, tensors: Collection[str]) -> Iterator[Rule]:
     if architecture == "falcon" and _SECOND_NORM in tensors:
         yield from _linear("attn_norm", "norms.before_ffn")
         yield from _linear("attn_norm_2", "norms.before_mixer")
-    if architecture == "falcon-h1":  # whose first mixer is Mamba 2
+    if architecture == "falcon-h1":  # Its first mixer is Mamba 2.
         yield from _in_block(tuple(layer for layer in _MIXER_LAYERS if layer[0].startswith("attn_")), "mixers.1.")
     if architecture == "gemma4":
         names = (f"side.moe.experts.{part}" for part in ("gate", "up"))

@@ -29,10 +29,10 @@ _WRAPPER: Final = ".base_layer"
 class ExpertParameter:
     """A parameter of a checkpoint that has all experts' matrices."""
 
-    name: str  # in the base model
+    name: str  # name of the tensor in the base model
     rule: Rename | Split
-    params: tuple[Param, ...]  # that it fills, [E, F, D] each
-    stores_inputs_first: bool | None  # None: either
+    params: tuple[Param, ...]  # parameters that the tensor fills, [E, F, D] each
+    stores_inputs_first: bool | None  # None: the shape decides
 
     @property
     def experts(self) -> int:
@@ -62,8 +62,10 @@ class ExpertParameter:
             parts = [_narrow(param, rows.shape[2]) for param in self.params]
             split = list(split_rows(self.name, rows, self.rule, parts))
         scales = {param.name: np.float32(param.scale) for param in self.params}
-        return {name: LowRank(np.ascontiguousarray(down), np.ascontiguousarray(each * scales[name]))
-                for name, each in split}  # fmt: skip
+        return {
+            name: LowRank(np.ascontiguousarray(down), np.ascontiguousarray(rows_of_param * scales[name]))
+            for name, rows_of_param in split
+        }
 
     def _inputs_first(self, x: int, y: int, reads_inputs: bool) -> bool:
         outputs, inputs = self.shape
@@ -93,10 +95,10 @@ def expert_parameter(
             candidates += [] if found is None else [found]
     if not candidates:
         return None
-    for each in candidates:
-        if sorted(each.shape) == sorted(shape):
-            return each
-    shapes = " or ".join(str(list(each.shape)) for each in candidates)
+    for candidate in candidates:
+        if sorted(candidate.shape) == sorted(shape):
+            return candidate
+    shapes = " or ".join(str(list(candidate.shape)) for candidate in candidates)
     raise ModelError(
         f"module {module} is [{shape[1]}, {shape[0]}] in the adapter and {shapes} in the model; "
         "the adapter is of another base model"

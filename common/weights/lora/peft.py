@@ -33,7 +33,7 @@ _WEIGHT_FILES: Final = (("adapter_model.safetensors", SafetensorsFile), ("adapte
 _PREFIX: Final = "base_model.model."
 _PARTS: Final = re.compile(r"^(.*)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$")
 _EMBEDDING: Final = "lora_embedding_"
-_LARGEST: Final = 65504.0  # of float16
+_LARGEST: Final = 65504.0  # the largest float16
 
 # Keys of adapter_config.json that say nothing about what the adapter computes, or that its tensors say again.
 _HARMLESS: Final = frozenset(
@@ -58,9 +58,9 @@ NumberT = TypeVar("NumberT", int, float)
 class BaseModel:
     """What an adapter is read for."""
 
-    rules: Sequence[Rule]  # of the checkpoint's tensor names
-    params: Mapping[str, Param]  # of the model
-    adaptable: Mapping[str, Param]  # that an adapter may change
+    rules: Sequence[Rule]  # rules for the names of the checkpoint's tensors
+    params: Mapping[str, Param]  # parameters of the model
+    adaptable: Mapping[str, Param]  # parameters that an adapter may change
     max_rank: int  # value of --max-lora-rank
 
 
@@ -69,7 +69,7 @@ class _Config:
     rank: int
     alpha: float
     rank_stabilised: bool  # the scale is alpha / sqrt(rank) instead of alpha / rank
-    ranks: Mapping[str, int]  # by pattern of module names
+    ranks: Mapping[str, int]  # pattern of module names -> rank
     alphas: Mapping[str, float]
     parameters: tuple[str, ...]  # last parts of the names in target_parameters
     reads_inputs: bool  # lora_A of a parameter has its inputs, see `expert_parameters`
@@ -156,17 +156,17 @@ def _read_config(path: Path, max_rank: int) -> _Config:
     ranks = values.get("rank_pattern") or {}
     alpha = values.get("lora_alpha", 8)
     alphas = values.get("alpha_pattern") or {}
-    if not isinstance(ranks, dict) or not all(_is_rank(each) for each in (rank, *ranks.values())):
+    if not isinstance(ranks, dict) or not all(_is_rank(value) for value in (rank, *ranks.values())):
         raise fail("r", f"{rank!r} with rank_pattern {ranks!r}: ranks are positive integers")
-    if not isinstance(alphas, dict) or not all(isinstance(each, int | float) for each in (alpha, *alphas.values())):
+    if not isinstance(alphas, dict) or not all(isinstance(value, int | float) for value in (alpha, *alphas.values())):
         raise fail("lora_alpha", f"{alpha!r} with alpha_pattern {alphas!r}: not numbers")
     largest = max(rank, *ranks.values()) if ranks else rank
     if largest > max_rank:
         raise fail("r", f"is {largest}, above --max-lora-rank {max_rank}")
     parameters = values.get("target_parameters") or []
-    if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
         raise fail("target_parameters", f"{parameters!r} are not names of parameters")
-    last = tuple(dict.fromkeys(each.rpartition(".")[2] for each in parameters))
+    last = tuple(dict.fromkeys(name.rpartition(".")[2] for name in parameters))
     reads_inputs = _version(values.get("peft_version")) >= _READS_INPUTS
     return _Config(rank, alpha, bool(values.get("use_rslora")), ranks, alphas, last, reads_inputs)
 
@@ -231,7 +231,7 @@ def _scale(module: str, rank: int, config: _Config, max_rank: int) -> float:
 
 def _check_range(module: str, *matrices: Float32) -> None:
     """Raise ModelError for numbers that half precision does not hold, or NaN."""
-    if not all(np.abs(each).max() <= _LARGEST for each in matrices):
+    if not all(np.abs(matrix).max() <= _LARGEST for matrix in matrices):
         raise ModelError(f"module {module}: numbers beyond {_LARGEST:.0f}, or none; the adapter is broken")
 
 
@@ -299,8 +299,8 @@ class _Builder:
 
     def weights(self) -> AdapterWeights:
         """Return all matrices, padded to one rank."""
-        every = [*self._dense.values(), *(each for experts in self._experts.values() for each in experts.values())]
-        rank = rank_bucket(max(each.a.shape[-2] for each in every))
+        every = [*self._dense.values(), *(matrix for experts in self._experts.values() for matrix in experts.values())]
+        rank = rank_bucket(max(matrix.a.shape[-2] for matrix in every))
         matrices = {name: _padded(factors, rank) for name, factors in self._dense.items()}
         for name, experts in self._experts.items():
             matrices[name] = _stacked(
@@ -309,7 +309,7 @@ class _Builder:
         for name, factors in list(matrices.items()):
             values = f"{name.removesuffix('.k')}.v"
             if name.endswith(".k") and values in self._base.adaptable and values not in self._base.params:
-                matrices[values] = factors  # values that are keys
+                matrices[values] = factors  # The values are the keys.
         return AdapterWeights(rank, matrices)
 
 

@@ -45,7 +45,7 @@ class AdapterWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of all matrices."""
-        return sum(each.a.nbytes + each.b.nbytes for each in self.matrices.values())
+        return sum(matrix.a.nbytes + matrix.b.nbytes for matrix in self.matrices.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class LoraOptions:
     """The slots for adapters that a backend is created with."""
 
     slots: int  # adapters that steps may mix
-    max_rank: int  # of an adapter, one of LORA_RANKS
-    dtype: str  # of the adapters' matrices in the slots, resolved, not `auto`
+    max_rank: int  # the largest rank of an adapter, one of LORA_RANKS
+    dtype: str  # data type of the adapters' matrices in the slots, not `auto`
     fully_sharded: bool = False  # a is sharded over tensor-parallel devices, too
 
 
@@ -100,4 +100,4 @@ def slot_elements(matrices: Collection[Param], rank: int) -> int:
 
 def rank_bucket(rank: int) -> int:
     """Return the smallest of LORA_RANKS that is at least `rank`."""
-    return next(each for each in LORA_RANKS if each >= rank)
+    return next(bucket for bucket in LORA_RANKS if bucket >= rank)

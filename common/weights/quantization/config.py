@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -18,30 +18,18 @@ from pagoda.common.models.family import Rule
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.quantization.tensors import (
     Array,
-    Codes4,
-    Float8,
-    Int4,
-    Int8,
-    Mxfp4,
-    Nvfp4,
+    Blocks,
     Scheme,
     Value,
 )
 
 _REGEX: Final = "re:"
 EMBEDDINGS: Final = ("embed", "positions", "token_types")
-_NAMES: Final[Mapping[type[Scheme], str]] = {
-    **{Float8: "fp8", Int8: "int8", Int4: "int4", Mxfp4: "mxfp4", Nvfp4: "nvfp4", Codes4: "bitsandbytes"},
-}
-
 _MATRIX: Final = 2
 """Axes of a matrix; more: a stack of them."""
 
 WEIGHT: Final = "weight"
 """Last part of the name of a layer's matrix, stored or joined."""
-
-WHOLE_ROW: Final = -1
-"""Inputs of a group that is a whole row, in a scheme of any number of inputs."""
 
 Parts: TypeAlias = Mapping[str, Array]
 """The tensors of a linear layer, by the last part of their names, which may have several words."""
@@ -54,7 +42,7 @@ class LayerGroup:
     targets: tuple[str, ...]  # `Linear` (all), names, or `re:` patterns of names
     scheme: Scheme  # with `WHOLE_ROW` in place of the number of inputs
     parts: frozenset[str]  # last parts of the names of a layer's tensors
-    dtype: np.dtype[Any] | None = None  # of `weight` where dense layers have that part, too; None: any
+    dtype: np.dtype[Any] | None = None  # data type of `weight` if dense layers have that part, too; None: any
     optional: frozenset[str] = frozenset()  # parts that some files leave out
 
 
@@ -69,7 +57,7 @@ Raises WeightError for tensors that do not fit the scheme, naming the layer.
 class QuantizationConfig:
     """How a checkpoint is quantised."""
 
-    method: str  # quant_method
+    method: str  # the value of quant_method
     groups: tuple[LayerGroup, ...]  # the first that names a layer counts
     ignored: tuple[str, ...]  # names or `re:` patterns of layers that are not quantised
     join: Join = field(compare=False, repr=False)
@@ -82,7 +70,7 @@ class QuantizationConfig:
     @property
     def names(self) -> tuple[str, ...]:
         """Values of --quantization that name this quantisation."""
-        numbers = {"mxfp8" if _is_mxfp8(group.scheme) else _NAMES[type(group.scheme)] for group in self.groups}
+        numbers = {group.scheme.name for group in self.groups if not isinstance(group.scheme, Blocks)}
         return tuple(dict.fromkeys((self.method, *self.aliases, *(numbers if len(numbers) == 1 else ()))))
 
     @property
@@ -112,20 +100,6 @@ class QuantizationConfig:
         """Return the scheme of the linear layer `module`; None: not quantised."""
         group = self.group(module)
         return None if group is None else group.scheme
-
-
-def _is_mxfp8(scheme: Scheme) -> bool:
-    return isinstance(scheme, Float8) and scheme.group == Mxfp4.group
-
-
-def with_inputs(scheme: Scheme, inputs: int) -> Scheme | None:
-    """Return the scheme of a matrix with this many inputs; None if its rows are not whole groups of bitsandbytes."""
-    group = getattr(scheme, "group", None)
-    if isinstance(scheme, Codes4) and inputs % scheme.group[1]:
-        return None
-    if isinstance(group, tuple) and WHOLE_ROW in group and isinstance(scheme, Int4 | Int8 | Float8):
-        return replace(scheme, group=(group[0], inputs))
-    return scheme
 
 
 def covers(pattern: str, module: str) -> bool:
@@ -224,14 +198,15 @@ def parameter_schemes(
     for name, param in params.items():
         if len(param.shape) < 2 or name in EMBEDDINGS:
             continue
-        read = [each for each in sources[name] if config.suffix == f".{WEIGHT}" or each[1].endswith(config.suffix)]
+        any_suffix = config.suffix == f".{WEIGHT}"
+        read = [(rule, source) for rule, source in sources[name] if any_suffix or source.endswith(config.suffix)]
         stacked = len(param.shape) > _MATRIX
         candidates = {
             None if stacked and getattr(rule, "transpose", False) else _source_scheme(config, source, modules)
             for rule, source in read
         }
         if len(candidates) == 1 and (scheme := candidates.pop()) is not None:
-            of_parameter = with_inputs(scheme, param.shape[-1])
+            of_parameter = scheme.with_inputs(param.shape[-1])
             if of_parameter is not None:
                 schemes[name] = of_parameter
     return schemes
@@ -248,6 +223,6 @@ def _quantised_modules(config: QuantizationConfig, stored: Collection[str]) -> f
 
 def _source_scheme(config: QuantizationConfig, source: str, modules: frozenset[str] | None) -> Scheme | None:
     module = source.removesuffix(config.suffix)
-    if modules is not None and modules.isdisjoint((module, module.partition(".")[2])):  # with and without `model.`
+    if modules is not None and modules.isdisjoint((module, module.partition(".")[2])):  # Names have `model.` or not.
         return None
     return config.scheme(module)

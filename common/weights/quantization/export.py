@@ -57,7 +57,7 @@ _WEIGHT_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx",
 class Exported:
     """What was written."""
 
-    num_bytes: int  # of all tensors
+    num_bytes: int  # bytes of all tensors
     quantised: tuple[str, ...]  # names of layers
     ignored: tuple[str, ...]  # names of layers that stay dense
     config: Mapping[str, Any]  # the quantization_config

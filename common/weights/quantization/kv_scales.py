@@ -74,8 +74,9 @@ def kv_scale_weights(
     mixers = _mixers(sources) if scales else {}
     for target, (name, tensor) in scales.items():
         module, _, part = target.rpartition(".")
-        modules = module, module.removesuffix(".attn")  # as it is called in the checkpoint, or in vLLM
-        mixer = next((mixers[each] for own in modules for each in (own, f"model.{own}") if each in mixers), None)
+        modules = module, module.removesuffix(".attn")  # Checkpoints and vLLM name it differently.
+        known_as = [full for short in modules for full in (short, f"model.{short}")]
+        mixer = next((mixers[full] for full in known_as if full in mixers), None)
         if mixer is None:
             raise WeightError(f"tensor {name} belongs to no attention of this model; use --kv-cache-dtype auto")
         if tensor.size != 1:

@@ -7,7 +7,7 @@ value of a group becomes the type's largest number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -16,10 +16,10 @@ import numpy as np
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import to_bfloat16, to_float8, to_float32
 from pagoda.common.weights.quantization.tensors import (
-    E2M1,
-    TABLES,
+    VALUES,
     Activations,
     Array,
+    Blocks,
     Codes4,
     Float8,
     Floats,
@@ -63,7 +63,6 @@ _MATRICES: Final = frozenset({"q", "k", "v", "o", "q_a", "q_b", "kv_a", "gate", 
 _OTHERS: Final = (".indexer.", ".blocks.", ".per_layer.")
 """Parts of the names of small matrices that choose tokens or are tables."""
 
-_LARGEST: Final = {Float8: 448.0, Int8: 127.0}
 _HIGHEST: Final = 15
 _MIDDLE: Final = 8
 _ZERO_ROUNDS: Final = 3
@@ -87,13 +86,11 @@ class _Rounded:
 def scheme_of(method: str, inputs: int) -> Scheme | None:
     """Return the scheme of a matrix with this number of inputs; None if no group size divides it: it stays dense."""
     scheme = _SCHEMES[method]
-    match scheme:
-        case Int4():
-            group = next((size for size in GROUPS if inputs % size == 0), None)
-            return None if group is None else Int4((1, group), offsets=True)
-        case Codes4(group=(_, size)) | Mxfp4(group=(_, size)):
-            return None if inputs % size else scheme
-        case Float8(group=(1, size)):
+    if isinstance(scheme, Int4):
+        group = next((size for size in GROUPS if inputs % size == 0), None)
+        return None if group is None else replace(scheme, group=(1, group))
+    match scheme.group:
+        case (1, size):
             return None if inputs % size else scheme
         case _:
             return scheme
@@ -166,14 +163,14 @@ def rounded_int4(array: Array, group: int, *, symmetric: bool) -> QuantizedTenso
     rows = max(1, _CHUNK // array.shape[1])
     rounding = _round_symmetric if symmetric else _round_asymmetric
     parts = [rounding(to_float32(array[start : start + rows]), group) for start in range(0, len(array), rows)]
-    data, scales = (np.concatenate(each) for each in zip(*((part.data, part.scales) for part in parts)))
+    data, scales = (np.concatenate(column) for column in zip(*((part.data, part.scales) for part in parts)))
     offsets = [part.offsets for part in parts if part.offsets is not None]
     joined = np.concatenate(offsets) if offsets else None
     return QuantizedTensor(Int4((1, group), offsets=joined is not None), data, scales, (1, group), joined)
 
 
 def _group_shape(scheme: Scheme, outputs: int, inputs: int) -> tuple[int, int]:
-    assert isinstance(scheme, Float8 | Int8 | Int4 | Codes4 | Mxfp4)
+    assert not isinstance(scheme, Blocks)
     group: Group = scheme.group
     match group:
         case "tensor":
@@ -186,23 +183,24 @@ def _group_shape(scheme: Scheme, outputs: int, inputs: int) -> tuple[int, int]:
 
 def _rounding(scheme: Scheme, group: tuple[int, int]) -> Callable[[Floats], _Rounded]:
     match scheme:
+        case Float8() | Int8():
+            return partial(_round_scaled, scheme=scheme, group=group)
         case Int4():
             return partial(_round_int4, group=group[1])
-        case Codes4(table=table):
-            return partial(_round_codes, table=TABLES[table], group=group[1])
-        case Mxfp4():
-            return partial(_round_codes, table=E2M1, group=group[1], powers=True)
+        case Blocks():
+            raise AssertionError("nothing is rounded to blocks")
         case _:
-            return partial(_round_scaled, scheme=scheme, group=group)
+            table = VALUES[scheme.numbers]
+            return partial(_round_codes, table=table, group=group[1], powers=scheme.power_scales)
 
 
-def _round_scaled(wide: Floats, scheme: Scheme, group: tuple[int, int]) -> _Rounded:
+def _round_scaled(wide: Floats, scheme: Float8 | Int8, group: tuple[int, int]) -> _Rounded:
     """Round to float8 or int8, with a scale per group."""
-    largest = np.float32(_LARGEST[type(scheme)])
+    largest = np.float32(scheme.largest)
     rows, columns = (np.arange(0, size, part) for size, part in zip(wide.shape, group))
     peaks = np.maximum.reduceat(np.maximum.reduceat(np.abs(wide), rows, 0), columns, 1)
     scales: Floats = np.where(peaks > 0, peaks / largest, np.float32(1)).astype(np.float32)
-    if scheme == _SCHEMES["mxfp8"]:
+    if scheme.power_scales:
         scales = _powers(scales)
     spread = np.repeat(np.repeat(scales, group[0], 0)[: len(wide)], group[1], 1)[:, : wide.shape[1]]
     numbers = np.clip(wide / spread, -largest, largest)

@@ -59,22 +59,3 @@ class SchemeSupport:
 
     kind: Literal["computes", "dequantises", "refused"]
     how: str  # computes: the kernel; dequantises: the type in memory; refused: the reason and the remedy
-
-
-def bits_per_weight(scheme: Scheme) -> float:
-    """Return the bits that a checkpoint usually takes per weight: numbers, and scales per group of inputs."""
-    match scheme:
-        case Blocks(kind=kind):
-            return 8 * kind.bytes / kind.elements
-        case Mxfp4():
-            return 4 + 8 / 32
-        case Nvfp4():
-            return 4 + 8 / 16
-        case Codes4(group=(_, size)):
-            return 4 + 32 / size
-        case Int4(group=(_, size)):
-            return 4 + 16 / size
-        case Float8(group=(rows, size)) | Int8(group=(rows, size)):
-            return 8 + 16 / (rows * size)
-        case _:
-            return 8

@@ -41,22 +41,71 @@ class Activations:
     static: bool = False  # the checkpoint has the scale, see `QuantizedTensor.input_scale`
 
 
+Numbers: TypeAlias = Literal["float8", "int8", "int4", "e2m1", "nf4", "fp4"]
+"""What the numbers of a scheme are: float8_e4m3fn, integers, or 4 bits that index a table of values."""
+
+WHOLE_ROW: Final = -1
+"""Inputs of a group that is a whole row, in a scheme of any number of inputs."""
+
+
+def _row_group(group: Group, inputs: int) -> Group:
+    """Return the group in a matrix of this many inputs."""
+    return (group[0], inputs) if isinstance(group, tuple) and WHOLE_ROW in group else group
+
+
+def _scale_bits(group: Group, bits: int) -> float:
+    """Return the bits of a scale per number; those of a channel or a matrix do not count."""
+    return bits / (group[0] * group[1]) if isinstance(group, tuple) else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Float8:
     """float8_e4m3fn numbers times a scale per group."""
 
+    numbers: ClassVar[Numbers] = "float8"
+    largest: ClassVar[float] = 448.0  # the largest number
+    deviation: ClassVar[float] = 0.6  # standard deviation of random numbers before they are scaled
     group: Group
     activations: Activations | None = None
+
+    @property
+    def power_scales(self) -> bool:
+        """Whether scales are powers of two: those of MXFP8."""
+        return self.group == (1, 32)
+
+    @property
+    def name(self) -> str:
+        """Value of --quantization."""
+        return "mxfp8" if self.power_scales else "fp8"
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 + _scale_bits(self.group, 16)
+
+    def with_inputs(self, inputs: int) -> Float8:
+        return replace(self, group=_row_group(self.group, inputs))
 
 
 @dataclass(frozen=True, slots=True)
 class Int8:
     """int8 numbers times a scale per group, plus an offset per group where the scheme has them."""
 
+    name: ClassVar[str] = "int8"
+    numbers: ClassVar[Numbers] = "int8"
+    largest: ClassVar[float] = 127.0
+    deviation: ClassVar[float] = 74.0
+    power_scales: ClassVar[bool] = False
     group: Group
     activations: Activations | None = None
-    ordered: bool = False  # as in Int4
+    ordered: bool = False  # see Int4
     offsets: bool = False  # groups have them
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 + _scale_bits(self.group, 16)
+
+    def with_inputs(self, inputs: int) -> Int8:
+        return replace(self, group=_row_group(self.group, inputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +116,21 @@ class Int4:
     with 8 added.
     """
 
+    name: ClassVar[str] = "int4"
+    numbers: ClassVar[Numbers] = "int4"
+    deviation: ClassVar[float] = 4.61
+    power_scales: ClassVar[bool] = False
     group: tuple[int, int]  # (1, inputs); inputs may be a whole row
     activations: Activations | None = None
     ordered: bool = False  # the columns of `data` are in an order of their own, see `QuantizedTensor.order`
     offsets: bool = False  # groups have them
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 4 + 16 / self.group[1]
+
+    def with_inputs(self, inputs: int) -> Int4:
+        return replace(self, group=(self.group[0], inputs)) if WHOLE_ROW in self.group else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +140,55 @@ class Mxfp4:
     A byte has two neighbouring inputs, the first in its lower half.
     """
 
+    name: ClassVar[str] = "mxfp4"
+    numbers: ClassVar[Numbers] = "e2m1"
+    deviation: ClassVar[float] = 2.926
+    power_scales: ClassVar[bool] = True
     group: ClassVar[tuple[int, int]] = (1, 32)
+    bits_per_weight: ClassVar[float] = 4 + 8 / 32
     activations: Activations | None = None
+
+    def with_inputs(self, inputs: int) -> Mxfp4:
+        return self
 
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4:
     """Numbers as in Mxfp4, times a float8_e4m3fn scale per 16 inputs and a float32 scale of the row."""
 
+    name: ClassVar[str] = "nvfp4"
+    numbers: ClassVar[Numbers] = "e2m1"
+    deviation: ClassVar[float] = 2.926
+    power_scales: ClassVar[bool] = False
     group: ClassVar[tuple[int, int]] = (1, 16)
+    bits_per_weight: ClassVar[float] = 4 + 8 / 16
     activations: Activations | None = None
+
+    def with_inputs(self, inputs: int) -> Nvfp4:
+        return self
 
 
 @dataclass(frozen=True, slots=True)
 class Codes4:
     """Numbers of 4 bits that index a table of bitsandbytes, times a scale per group. Packed as in Mxfp4."""
 
+    name: ClassVar[str] = "bitsandbytes"
+    deviation: ClassVar[float] = 0.5
+    power_scales: ClassVar[bool] = False
     table: Literal["nf4", "fp4"]
     group: tuple[int, int]
+
+    @property
+    def numbers(self) -> Numbers:
+        return self.table
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 4 + 32 / self.group[1]
+
+    def with_inputs(self, inputs: int) -> Codes4 | None:
+        """Return the scheme of a matrix with this many inputs; None if its rows are not whole groups."""
+        return None if inputs % self.group[1] else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +197,19 @@ class Blocks:
 
     kind: BlockType
 
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.kind.bytes / self.kind.elements
 
-Scheme = Float8 | Int8 | Int4 | Mxfp4 | Nvfp4 | Codes4 | Blocks
+    def with_inputs(self, inputs: int) -> Blocks:
+        return self
+
+
+ScaledScheme = Float8 | Int8 | Int4 | Mxfp4 | Nvfp4 | Codes4
+"""Schemes of numbers with scales. `name`: value of --quantization. `bits_per_weight`: what a checkpoint usually takes.
+`with_inputs`: the scheme of a matrix with that many inputs, None if it has none."""
+
+Scheme = ScaledScheme | Blocks
 
 E2M1: Final = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The values of 4 bits in Mxfp4 and Nvfp4."""
@@ -128,6 +230,9 @@ TABLES: Final[Mapping[str, Floats]] = {
 }
 """The values of 4 bits in Codes4."""
 
+VALUES: Final[Mapping[str, Floats]] = {"e2m1": E2M1, **TABLES}
+"""The values of the numbers that index a table."""
+
 
 def _pairs(table: Floats) -> Floats:
     """Return the two values of each byte [256, 2]."""
@@ -135,15 +240,9 @@ def _pairs(table: Floats) -> Floats:
 
 
 _PAIRS: Final[Mapping[str, Floats]] = {
-    "e2m1": _pairs(E2M1),
     "int4": _pairs(np.arange(16, dtype=np.float32) - 8),
-    **{name: _pairs(table) for name, table in TABLES.items()},
+    **{name: _pairs(table) for name, table in VALUES.items()},
 }
-
-_DEVIATIONS: Final[Mapping[type[Scheme], float]] = {
-    **{Float8: 0.6, Int8: 74.0, Int4: 4.61, Mxfp4: 2.926, Nvfp4: 2.926, Codes4: 0.5},
-}
-"""Of the numbers of `random_quantized`, before they are scaled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,10 +258,10 @@ class QuantizedTensor:
     data: Array  # [..., O, I]; with 4 bits [..., O, I / 2], of Blocks [..., O, bytes]
     scales: Floats
     group_shape: tuple[int, ...]
-    offsets: Floats | None = None  # as scales; None: 0
+    offsets: Floats | None = None  # same shape as `scales`; None: 0
     row_scales: Floats | None = None  # [..., O]; None: 1
     order: npt.NDArray[np.int32] | None = None  # [..., I] column i of the values is that of input order[i]
-    input_scale: Floats | None = None  # [...] of static activations
+    input_scale: Floats | None = None  # [...] the scale of static activations
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -174,15 +273,7 @@ class QuantizedTensor:
     @property
     def _table(self) -> Floats | None:
         """The two values of each byte; None: an entry of `data` is a number."""
-        match self.scheme:
-            case Mxfp4() | Nvfp4():
-                return _PAIRS["e2m1"]
-            case Int4():
-                return _PAIRS["int4"]
-            case Codes4(table=table):
-                return _PAIRS[table]
-            case _:
-                return None
+        return None if isinstance(self.scheme, Blocks) else _PAIRS.get(self.scheme.numbers)
 
     @property
     def _per_entry(self) -> int:
@@ -224,14 +315,14 @@ class QuantizedTensor:
             before = (slice(None),) * axis
             if step > 1:
                 assert size == 1, "entries that take turns have scales of their own"
-                grouped = [each[(*before, taken)] for each in grouped]
+                grouped = [factors[(*before, taken)] for factors in grouped]
                 continue
-            if size >= self.shape[axis]:  # one group spans the axis
+            if size >= self.shape[axis]:  # One group spans the axis.
                 groups[axis] = stop - start
                 continue
             groups[axis] = gcd(size, start)
             entries = slice(start // groups[axis], -(-stop // groups[axis]))
-            grouped = [np.repeat(each, size // groups[axis], axis)[(*before, entries)] for each in grouped]
+            grouped = [np.repeat(factors, size // groups[axis], axis)[(*before, entries)] for factors in grouped]
         scales, *offsets = grouped
         return replace(part, scales=scales, offsets=offsets[0] if offsets else None, group_shape=tuple(groups))
 
@@ -285,7 +376,7 @@ class QuantizedTensor:
         whole = scales.shape[-1] * self.group_shape[-1] == self.shape[-1]
         if whole and set(self.group_shape[:-1]) == {1}:
             grouped = values.reshape(*scales.shape, -1)
-            grouped *= scales[..., None]  # without a copy of the scales for each number
+            grouped *= scales[..., None]  # This needs no copy of the scales for each number.
             if offsets is not None:
                 grouped += offsets[..., None]
             return grouped.reshape(self.shape)
@@ -378,7 +469,8 @@ def _scale_per_row(part: QuantizedTensor, rows: npt.NDArray[np.integer[Any]] | s
     size = part.group_shape[0]
     extent = part.shape[0]
     scales, offsets = (
-        None if each is None else np.repeat(each, size, 0)[:extent][rows] for each in (part.scales, part.offsets)
+        None if factors is None else np.repeat(factors, size, 0)[:extent][rows]
+        for factors in (part.scales, part.offsets)
     )
     assert scales is not None
     return replace(part, scales=scales, offsets=offsets, group_shape=(1, *part.group_shape[1:]))
@@ -410,18 +502,18 @@ def random_quantized(scheme: Scheme, shape: tuple[int, ...], seed: int, deviatio
     if isinstance(scheme, Blocks):
         size = shape[-1] // scheme.kind.elements * scheme.kind.bytes
         return QuantizedTensor(scheme, np.zeros((*shape[:-1], size), np.uint8), np.empty(0, np.float32), ())
-    match scheme:
-        case Float8():
+    match scheme.numbers:
+        case "float8":
             numbers &= 0xBF  # up to 1.875, never NaN
             data: Array = numbers.view(FLOAT8_E4M3FN)
-        case Int8():
+        case "int8":
             data = numbers.view(np.int8)
         case _:
             data = numbers[..., : shape[-1] // 2]
     outputs, inputs = shape[-2:]
     groups: Mapping[object, tuple[int, int]] = {"tensor": (outputs, inputs), "channel": (1, inputs)}
     group = (*[1] * (len(shape) - 2), *groups.get(scheme.group, scheme.group))
-    scale = deviation / _DEVIATIONS[type(scheme)]
+    scale = deviation / scheme.deviation
     scales = np.full([-(-size // part) for size, part in zip(shape, group)], scale, np.float32)
     tensor = QuantizedTensor(scheme, data, scales, group)
     activations: Activations | None = getattr(scheme, "activations", None)
@@ -441,7 +533,7 @@ def take_matrix(stacked: QuantizedTensor, index: int) -> QuantizedTensor:
     part = stacked[(slice(index, index + 1),)]
     blocks = isinstance(stacked.scheme, Blocks)
     rest = (part.offsets, part.row_scales, part.order, part.input_scale)
-    offsets, row_scales, order, input_scale = (None if each is None else each[0] for each in rest)
+    offsets, row_scales, order, input_scale = (None if values is None else values[0] for values in rest)
     return replace(
         part,
         data=part.data[0],

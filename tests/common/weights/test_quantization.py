@@ -18,7 +18,7 @@ from pagoda.common.models.family import Rename, Split, Stack, linear
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights import dtypes
 from pagoda.common.weights.gguf.dequantize import BlockType
-from pagoda.common.weights.quantization.config import QuantizationConfig, parameter_schemes, with_inputs
+from pagoda.common.weights.quantization.config import QuantizationConfig, parameter_schemes
 from pagoda.common.weights.quantization.kv_scales import (
     Scales,
     kv_scale_weights,
@@ -545,7 +545,7 @@ def test_rows_that_are_not_whole_blocks_are_dequantised() -> None:
     dense = joined(config, **tensors, **{"weight.quant_state.bitsandbytes__nf4": state})[f"{NAME}.weight"]
     numbers = TABLES["nf4"][np.stack((codes >> 4, codes & 15), -1).reshape(-1)]
     np.testing.assert_array_equal(dense, (numbers * np.repeat([1, 2, 4], 64)).reshape(2, 96).astype(np.float32))
-    assert with_inputs(Codes4("nf4", (1, 64)), 96) is None
+    assert Codes4("nf4", (1, 64)).with_inputs(96) is None
     with pytest.raises(WeightError, match=r"out.weight.quant_state.bitsandbytes__nf4 is not a JSON object; download"):
         joined(config, **tensors, **{"weight.quant_state.bitsandbytes__nf4": codes.reshape(-1)})
 

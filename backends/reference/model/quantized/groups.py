@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.weights.gguf.groups import as_groups, group_format
-from pagoda.common.weights.quantization.tensors import Blocks, Floats, Int4, Int8, Mxfp4, Nvfp4, QuantizedTensor, Scheme
+from pagoda.common.weights.quantization.tensors import Blocks, Floats, QuantizedTensor, Scheme
 
 _ZEROS: Final = {4: 8, 8: 128}
 _E2M1_ZERO: Final = 12
@@ -70,7 +70,7 @@ def is_grouped(scheme: Scheme, inputs: int) -> bool:
         bits = form.bits + 16 * (1 if form.offsets is None else 2) / group
         fits = bits * scheme.kind.elements / 8 <= _MOST_GROWTH * scheme.kind.bytes
         return fits and is_grouped(form.scheme, inputs)
-    if not isinstance(scheme, Int4 | Int8 | Mxfp4 | Nvfp4):
+    if scheme.numbers not in ("int4", "int8", "e2m1"):
         return False
     if isinstance(scheme.group, str):
         return True
@@ -86,7 +86,7 @@ def grouped(tensor: QuantizedTensor) -> ScaledMatrix | None:
         if converted is None or form is None:
             return None
         return _grouped(converted, form.bits, form.zero if form.bits in (5, 6) else None)
-    return _grouped(tensor, 8 if isinstance(tensor.scheme, Int8) else 4)
+    return _grouped(tensor, 8 if tensor.scheme.numbers == "int8" else 4)
 
 
 def _grouped(tensor: QuantizedTensor, bits: int, zero: int | None = None) -> ScaledMatrix | None:
@@ -95,7 +95,7 @@ def _grouped(tensor: QuantizedTensor, bits: int, zero: int | None = None) -> Sca
     scales = _per_row(tensor.scales, tensor.group_shape[0], outputs)
     offsets = None if tensor.offsets is None else _per_row(tensor.offsets, tensor.group_shape[0], outputs)
     row_scales = np.ones(outputs, np.float32) if tensor.row_scales is None else tensor.row_scales
-    e2m1 = isinstance(tensor.scheme, Mxfp4 | Nvfp4)
+    e2m1 = not isinstance(tensor.scheme, Blocks) and tensor.scheme.numbers == "e2m1"
     zero = _ZEROS.get(bits, 0) if zero is None else zero
     form = NumberForm(
         bits=cast(Literal[4, 5, 6, 8], bits),

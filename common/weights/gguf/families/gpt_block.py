@@ -107,7 +107,7 @@ def _falcon(metadata: Metadata) -> Config:
         "num_kv_heads": metadata.opt("attention.head_count_kv", int, heads),
         "layer_norm_epsilon": metadata.need(LAYER, float),
         "max_position_embeddings": metadata.need("context_length", int),
-        "new_decoder_architecture": True,  # of which the older one is a special case
+        "new_decoder_architecture": True,  # The older architecture is a special case of it.
         "num_ln_in_parallel_attn": 2 if two_norms else 1,
         "bias": has_tensor(metadata, "blk.0.attn_qkv.bias"),
         "vocab_size": rows(metadata, "token_embd.weight"),

@@ -41,9 +41,12 @@ def _state_space(metadata: Metadata, architecture: str, model_type: str) -> Conf
 
 def _mamba(metadata: Metadata) -> Config:
     normed = metadata.opt("ssm.dt_b_c_rms", bool, False)
-    names = ("FalconMambaForCausalLM", "falcon_mamba") if normed else ("MambaForCausalLM", "mamba")
+    if normed:
+        config = _state_space(metadata, "FalconMambaForCausalLM", "falcon_mamba")
+    else:
+        config = _state_space(metadata, "MambaForCausalLM", "mamba")
     return {
-        **_state_space(metadata, *names),
+        **config,
         "intermediate_size": metadata.need("ssm.inner_size", int),
         "time_step_rank": metadata.need("ssm.time_step_rank", int),
     }

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights.quantization.config import WHOLE_ROW, Parts, QuantizationConfig, Section
+from pagoda.common.weights.quantization.config import Parts, QuantizationConfig, Section
 from pagoda.common.weights.quantization.methods.integers import (
     Codes,
     IntegerLayers,
@@ -17,7 +17,7 @@ from pagoda.common.weights.quantization.methods.integers import (
     joined_integers,
     unpack,
 )
-from pagoda.common.weights.quantization.tensors import Array, QuantizedTensor
+from pagoda.common.weights.quantization.tensors import WHOLE_ROW, Array, QuantizedTensor
 
 PARTS: Final = frozenset({"qweight", "qzeros", "scales"})
 _BITS: Final = 4

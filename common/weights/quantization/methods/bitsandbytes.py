@@ -29,8 +29,8 @@ _HARMLESS: Final = (
 
 def read(section: Section) -> QuantizationConfig:
     """Return the config of a section. Raises ModelError for a combination that is not read."""
-    own = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "llm_int8_skip_modules")
-    section.only(*own, *_HARMLESS)
+    read_keys = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "llm_int8_skip_modules")
+    section.only(*read_keys, *_HARMLESS)
     ignored = (*section.names("llm_int8_skip_modules"), "lm_head")
     if section.get("load_in_8bit") or section.get("_load_in_8bit"):
         parts = frozenset({WEIGHT, _ROW_SCALES})

@@ -10,7 +10,7 @@ import numpy as np
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, dtype_name, powers_of_two
-from pagoda.common.weights.quantization.config import WEIGHT, WHOLE_ROW, Parts, QuantizationConfig, Section
+from pagoda.common.weights.quantization.config import WEIGHT, Parts, QuantizationConfig, Section
 from pagoda.common.weights.quantization.methods.fours import join_mxfp4, join_nvfp4
 from pagoda.common.weights.quantization.methods.integers import (
     IntegerLayers,
@@ -22,6 +22,7 @@ from pagoda.common.weights.quantization.methods.integers import (
 )
 from pagoda.common.weights.quantization.methods.scaled import floats, input_scale, join_scaled, with_zeros
 from pagoda.common.weights.quantization.tensors import (
+    WHOLE_ROW,
     Activations,
     Array,
     Float8,
@@ -103,7 +104,7 @@ def _layer_group(group: Section, default: object) -> CompressedLayers:
 def _form(group: Section, weights: Section, default: object) -> str:
     """Return the storage format of a group."""
     form = group.get("format") or default
-    if form in (None, "dense", "mixed-precision"):  # as the library tells them apart
+    if form in (None, "dense", "mixed-precision"):  # The library tells them apart in this way.
         kind, bits, size = (weights.get(key) for key in ("type", "num_bits", "group_size"))
         if kind == "float" and bits == 4:
             return _MXFP4 if size == 32 else _NVFP4
@@ -187,7 +188,7 @@ def _activations(group: Section) -> Activations | None:
         raise section.refused(f"group_size is {str(size)[:60]}")
     if strategy in ("group", "tensor_group") and size is None:
         raise section.refused(f"strategy is {strategy}, but there is no group_size")
-    if strategy == "tensor_group" and size is not None:  # a scale per group, times one that the checkpoint has
+    if strategy == "tensor_group" and size is not None:  # A group's scale is multiplied by one of the whole tensor.
         return Activations(numbers, size, static=True)
     static = section.get("dynamic") is False
     rows: Literal["tensor", "row"] | int | None = _ROWS.get(strategy)

@@ -7,17 +7,17 @@ import numpy as np
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, FLOAT8_E8M0FNU, as_uint, powers_of_two, to_float32
 from pagoda.common.weights.quantization.methods.integers import check
-from pagoda.common.weights.quantization.tensors import Array, Floats, Mxfp4, Nvfp4, QuantizedTensor, Scheme
+from pagoda.common.weights.quantization.tensors import Array, Blocks, Floats, QuantizedTensor, Scheme
 
 
 def join_mxfp4(module: str, packed: Array, exponents: Array, scheme: Scheme) -> QuantizedTensor:
     """Return a matrix of uint8 [O, I / 2] with exponents uint8 [O, I / 32]. Raise WeightError naming the layer."""
-    assert isinstance(scheme, Mxfp4)
-    outputs, inputs = _shape(module, packed, scheme.group[1], "mxfp4")
+    label, group = _label_and_group(scheme)
+    outputs, inputs = _shape(module, packed, group[1], label)
     if exponents.dtype == FLOAT8_E8M0FNU:
         exponents = as_uint(exponents)
-    check(f"{module}.weight_scale", exponents, np.uint8, (outputs, inputs // scheme.group[1]), "mxfp4")
-    return QuantizedTensor(scheme, packed, powers_of_two(exponents), scheme.group)
+    check(f"{module}.weight_scale", exponents, np.uint8, (outputs, inputs // group[1]), label)
+    return QuantizedTensor(scheme, packed, powers_of_two(exponents), group)
 
 
 def join_nvfp4(module: str, packed: Array, scales: Array, tensor_scale: Floats, scheme: Scheme) -> QuantizedTensor:
@@ -25,13 +25,21 @@ def join_nvfp4(module: str, packed: Array, scales: Array, tensor_scale: Floats, 
 
     Raise WeightError naming the layer.
     """
-    assert isinstance(scheme, Nvfp4)
-    outputs, inputs = _shape(module, packed, scheme.group[1], "nvfp4")
-    check(f"{module}.weight_scale", scales, FLOAT8_E4M3FN, (outputs, inputs // scheme.group[1]), "nvfp4")
+    label, group = _label_and_group(scheme)
+    outputs, inputs = _shape(module, packed, group[1], label)
+    check(f"{module}.weight_scale", scales, FLOAT8_E4M3FN, (outputs, inputs // group[1]), label)
     if tensor_scale.size != 1:
-        raise WeightError(f"layer {module}: nvfp4 weights have {tensor_scale.size} scales of the matrix, not one")
+        raise WeightError(f"layer {module}: {label} weights have {tensor_scale.size} scales of the matrix, not one")
     rows = np.full(outputs, tensor_scale.reshape(()), np.float32)
-    return QuantizedTensor(scheme, packed, to_float32(scales), scheme.group, row_scales=rows)
+    return QuantizedTensor(scheme, packed, to_float32(scales), group, row_scales=rows)
+
+
+def _label_and_group(scheme: Scheme) -> tuple[str, tuple[int, int]]:
+    """Return the name and the group (1, inputs) of a scheme of e2m1 numbers."""
+    assert not isinstance(scheme, Blocks)
+    assert scheme.numbers == "e2m1"
+    assert isinstance(scheme.group, tuple)
+    return scheme.name, scheme.group
 
 
 def _shape(module: str, packed: Array, group: int, label: str) -> tuple[int, int]:

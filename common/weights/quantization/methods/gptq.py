@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights.quantization.config import WHOLE_ROW, Parts, QuantizationConfig, Section
+from pagoda.common.weights.quantization.config import Parts, QuantizationConfig, Section
 from pagoda.common.weights.quantization.methods.integers import (
     Codes,
     IntegerLayers,
@@ -19,7 +19,7 @@ from pagoda.common.weights.quantization.methods.integers import (
     joined_integers,
     unpack,
 )
-from pagoda.common.weights.quantization.tensors import Array, QuantizedTensor
+from pagoda.common.weights.quantization.tensors import WHOLE_ROW, Array, QuantizedTensor
 
 BITS: Final = (2, 3, 4, 8)
 PARTS: Final = frozenset({"qweight", "qzeros", "scales"})
@@ -45,8 +45,8 @@ class GptqLayers(IntegerLayers):
 
 def read(section: Section) -> QuantizationConfig:
     """Return the config of a section. Raises ModelError for a combination that is not read."""
-    own = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "lm_head", "dynamic", "pack_dtype")
-    section.only(*own, *_HARMLESS)
+    read_keys = ("bits", "group_size", "desc_act", "sym", "checkpoint_format", "lm_head", "dynamic", "pack_dtype")
+    section.only(*read_keys, *_HARMLESS)
     form = section.get("checkpoint_format") or section.get("format") or "gptq"
     if form not in _FORMATS:
         raise section.refused(f"checkpoint_format is {form}, only {' and '.join(_FORMATS)} are read")
@@ -69,8 +69,8 @@ def read(section: Section) -> QuantizationConfig:
 
 def gptq_layers(section: Section, default: Section, targets: tuple[str, ...], missing: int) -> GptqLayers:
     """Return the layers of a section, whose keys override those of `default`. Raises ModelError."""
-    own = ("bits", "group_size", "desc_act", "sym")
-    bits, size, ordered, symmetric = (section.get(key, default.get(key)) for key in own)
+    read_keys = ("bits", "group_size", "desc_act", "sym")
+    bits, size, ordered, symmetric = (section.get(key, default.get(key)) for key in read_keys)
     if bits not in BITS:
         raise section.refused(f"it has {bits}-bit weights, only {', '.join(map(str, BITS))} are read")
     if type(size) is not int or (size < 1 and size != WHOLE_ROW):

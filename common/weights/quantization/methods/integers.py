@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import dtype_name
-from pagoda.common.weights.quantization.config import WHOLE_ROW, LayerGroup, with_inputs
+from pagoda.common.weights.quantization.config import LayerGroup
 from pagoda.common.weights.quantization.methods.scaled import floats
-from pagoda.common.weights.quantization.tensors import Activations, Array, Int4, Int8, QuantizedTensor
+from pagoda.common.weights.quantization.tensors import WHOLE_ROW, Activations, Array, Int4, Int8, QuantizedTensor
 
 _WORD: Final = 32
 _STORED: Final = 8
@@ -72,7 +72,9 @@ def unpack(words: Array, bits: int, count: int) -> Codes:
     if bits == 8:
         return unsigned.view(np.uint8)[..., :count]
     mask = np.uint32((1 << bits) - 1)
-    period = 1 if _WORD % bits == 0 else bits  # words after which numbers begin a word again
+    period = (
+        1 if _WORD % bits == 0 else bits
+    )  # number of words after which a number begins at the start of a word again
     lacking = -unsigned.shape[-1] % period
     if lacking:
         unsigned = np.concatenate([unsigned, np.zeros((*unsigned.shape[:-1], lacking), np.uint32)], -1)
@@ -151,6 +153,6 @@ def joined_integers(
                 "symmetric; download config.json and the weights again"
             )
         offsets = None
-    of_matrix = with_inputs(scheme, inputs)
+    of_matrix = scheme.with_inputs(inputs)
     assert of_matrix is not None
     return QuantizedTensor(of_matrix, data, wide, (1, size), offsets, order=order)

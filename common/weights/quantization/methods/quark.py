@@ -9,12 +9,13 @@ import numpy as np
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, dtype_name
-from pagoda.common.weights.quantization.config import WEIGHT, WHOLE_ROW, Parts, QuantizationConfig, Section
+from pagoda.common.weights.quantization.config import WEIGHT, Parts, QuantizationConfig, Section
 from pagoda.common.weights.quantization.methods.awq import join_along_outputs
 from pagoda.common.weights.quantization.methods.fours import join_mxfp4
 from pagoda.common.weights.quantization.methods.integers import IntegerLayers, integer_scheme
 from pagoda.common.weights.quantization.methods.scaled import input_scale, join_scaled, not_symmetric, with_zeros
 from pagoda.common.weights.quantization.tensors import (
+    WHOLE_ROW,
     Activations,
     Float8,
     Group,
@@ -45,8 +46,8 @@ class QuarkLayers(IntegerLayers):
 
 def read(section: Section) -> QuantizationConfig:
     """Return the config of a section. Raises ModelError for a combination that is not read."""
-    own = ("global_quant_config", "layer_quant_config", "layer_type_quant_config", "exclude", "algo_config")
-    section.only(*own, "softmax_quant_spec", *_HARMLESS)
+    read_keys = ("global_quant_config", "layer_quant_config", "layer_type_quant_config", "exclude", "algo_config")
+    section.only(*read_keys, "softmax_quant_spec", *_HARMLESS)
     for key in ("layer_type_quant_config", "softmax_quant_spec"):
         if section.get(key):
             raise section.refused(f"{key} is not read")

@@ -8,8 +8,8 @@ import numpy as np
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import dtype_name, to_float32
-from pagoda.common.weights.quantization.config import WHOLE_ROW, Parts
-from pagoda.common.weights.quantization.tensors import Array, Float8, Floats, Int8, QuantizedTensor, Scheme
+from pagoda.common.weights.quantization.config import Parts
+from pagoda.common.weights.quantization.tensors import WHOLE_ROW, Array, Float8, Floats, Int8, QuantizedTensor, Scheme
 
 
 def floats(name: str, values: Array) -> Floats:

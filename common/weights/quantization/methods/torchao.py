@@ -10,10 +10,10 @@ import numpy as np
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN
-from pagoda.common.weights.quantization.config import WHOLE_ROW, Parts, QuantizationConfig, Section
+from pagoda.common.weights.quantization.config import Parts, QuantizationConfig, Section
 from pagoda.common.weights.quantization.methods.integers import IntegerLayers, check, integer_scheme, joined_integers
 from pagoda.common.weights.quantization.methods.scaled import floats, join_scaled, not_symmetric
-from pagoda.common.weights.quantization.tensors import Activations, Float8, Group, Int8, QuantizedTensor
+from pagoda.common.weights.quantization.tensors import WHOLE_ROW, Activations, Float8, Group, Int8, QuantizedTensor
 
 _DATA: Final = "_weight_qdata"
 _SCALE: Final = "_weight_scale"
@@ -112,7 +112,7 @@ def _unpacked(data: Section, target: str, kind: str, activations: Activations | 
 def _group(data: Section, key: str = "granularity") -> Group:
     """Return what shares a scale. Raises ModelError for other granularities."""
     value: Any = data.get(key)
-    if isinstance(value, list):  # of activations, of weights
+    if isinstance(value, list):  # The list has the value for activations, then that for weights.
         value = value[-1]
     section = Section(f"{data.key}.{key}", value if isinstance(value, dict) else {"_type": "PerRow"})
     match section.get("_type"):

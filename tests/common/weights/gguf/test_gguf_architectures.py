@@ -17,6 +17,7 @@ from support.suite.rows import each_row
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.common.config.groups.nested.pooler import PoolerConfig
 from pagoda.common.errors import ModelError, WeightError
+from pagoda.common.models import token_classifier
 from pagoda.common.models.registry import pooling_spec, spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
@@ -212,6 +213,20 @@ def test_reranker_reads_back(tmp_path: Path) -> None:
     assert ours.keys() == theirs.keys()
     for name, array in ours.items():
         np.testing.assert_array_equal(array, theirs[name], err_msg=name)
+
+
+def test_a_classifier_of_tokens_reads_rows_of_the_table_or_head(tmp_path: Path) -> None:
+    stored = {"blk.0.attn_q.weight": np.ones((16, 16), np.float32)}
+    head = {"output.weight": np.ones((10, 16), np.float32)}
+    for name, tensors, used in (
+        ("tied", stored, {"token_embd.weight": {"pooler.classifier", "embed"}}),
+        ("apart", {**stored, **head}, {"token_embd.weight": {"embed"}, "output.weight": {"pooler.classifier"}}),
+    ):
+        checkpoint = open_checkpoint(_write(tmp_path / f"{name}.gguf", "qwen3", LLAMA, tensors))
+        config = {**checkpoint.config(), token_classifier.KEY: [3, 7], "method": "from_2_way_softmax"}
+        spec, family = pooling_spec(config, "classify", None, PoolerConfig())
+        use = tensor_uses(checkpoint.family(family).rules, params(spec))
+        assert {name: {param.name for param in use(name).params} for name in used} == used
 
 
 def test_nomic_mixture_reads_back(tmp_path: Path) -> None:
