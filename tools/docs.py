@@ -386,9 +386,9 @@ def _route_rows() -> list[tuple[str, str]]:
 def _routes() -> Iterator[APIRoute]:
     """Yield the routes of all APIs, including those that need a flag."""
     for package in ("openai", "openai.responses", "anthropic", "cohere", "pooling", "admin"):
-        path = Path(server.__file__).parent.joinpath(*package.split("."))
+        path = Path(server.__file__).parent.joinpath("api", *package.split("."))
         for module in pkgutil.iter_modules([str(path)]):
-            for value in vars(import_module(f"{server.__name__}.{package}.{module.name}")).values():
+            for value in vars(import_module(f"{server.__name__}.api.{package}.{module.name}")).values():
                 if isinstance(value, APIRouter):
                     yield from (route for route in value.routes if isinstance(route, APIRoute))
 
