@@ -27,7 +27,7 @@ MIXER_ROOMS: Final = (
     "backends/torch_cuda/model/mixers/",
     "backends/jax_tpu/model/mixers/",
 )
-"""Where a mixer's class may be named: its specification, its families, its room per backend, the readable definition."""
+"""Where a mixer's class may be named: its specification, its families, a room per backend, the readable definition."""
 
 SCHEMES: Final = ("Float8", "Int8", "Int4", "Mxfp4", "Nvfp4", "Codes4", "Blocks")
 """The members of `Scheme`."""

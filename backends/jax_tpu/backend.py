@@ -21,7 +21,7 @@ import numpy as np
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import Bundle, open_bundle
 from pagoda.backends.jax_tpu.drafters.drafter import build_drafter
 from pagoda.backends.jax_tpu.drafters.weights import load_drafter
-from pagoda.backends.jax_tpu.execution.program_kind import StepProgram
+from pagoda.backends.jax_tpu.execution.program_kind import StepProgramKind
 from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompileCache, CompiledPrograms, JaxCompileReport
 from pagoda.backends.jax_tpu.execution.sampler import JaxSampler
@@ -198,7 +198,7 @@ class JaxBackend:
         self._asleep: HostLeaves | None = None  # of an engine whose weights sleep
         self._drafter_leaves: Leaves = ()
         self._caches: Caches = ()
-        self._programs: CompiledPrograms[StepProgramSet, StepProgram] | None = None
+        self._programs: CompiledPrograms[StepProgramSet, StepProgramKind] | None = None
         self._sampler: JaxSampler | None = None
 
     @property
@@ -312,7 +312,7 @@ class JaxBackend:
     def _exact_plan(self, plan: MemoryPlan, room: int) -> MemoryPlan:
         """Return the plan for `room` bytes beside the weights, with what programs need in place of its estimate."""
         program_set = self._program_set(plan.num_blocks)
-        programs: CompiledPrograms[StepProgramSet, StepProgram] = CompiledPrograms(
+        programs: CompiledPrograms[StepProgramSet, StepProgramKind] = CompiledPrograms(
             program_set, cache=self._compile_cache
         )
 
@@ -407,7 +407,7 @@ class JaxBackend:
             self._draft(step, np.full(logits.shape[0], -1, np.int32))
         return pending
 
-    def _copy_states(self, plans: Plans, programs: CompiledPrograms[StepProgramSet, StepProgram]) -> None:
+    def _copy_states(self, plans: Plans, programs: CompiledPrograms[StepProgramSet, StepProgramKind]) -> None:
         """Enqueue the copies of recurrent state that come before the step."""
         for pool in self.model.state_pools:
             pairs = {shard: plan.state_copies[pool] for shard, plan in plans.items() if plan.state_copies}
@@ -473,7 +473,7 @@ class JaxBackend:
         shard: int,
         plan: StepPlan,
         hidden: jax.Array,
-        programs: CompiledPrograms[StepProgramSet, StepProgram],
+        programs: CompiledPrograms[StepProgramSet, StepProgramKind],
         sampler: JaxSampler,
         *,
         adapted: bool,

@@ -14,7 +14,7 @@ import jax
 from pagoda.backends.jax_tpu.ahead_of_time.report import CompiledProgram, Report
 from pagoda.backends.jax_tpu.ahead_of_time.schedule import Schedule, read_schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target, find_target
-from pagoda.backends.jax_tpu.execution.program_kind import Program
+from pagoda.backends.jax_tpu.execution.program_kind import ProgramKind
 from pagoda.backends.jax_tpu.execution.program_sets import PoolProgramSet, StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, blocks_of, compile_all, serialisable
 from pagoda.backends.jax_tpu.execution.shapes import check_invariant, check_tables, step_shapes
@@ -156,12 +156,14 @@ def model_for(
     return build_model(spec, layout, mesh, model_dtype, limits.max_model_len, kernel, formats, lora, drafter)
 
 
-def compile_programs(program_set: ProgramSet[Any], keys: Sequence[Program]) -> tuple[CompiledProgram, ...]:
+def compile_programs(program_set: ProgramSet[Any], keys: Sequence[ProgramKind]) -> tuple[CompiledProgram, ...]:
     """Compile these programs in a thread pool and return them in the order of `keys`."""
     with tempfile.TemporaryDirectory(prefix="pagoda-compile-") as folder:
         numbers = iter(range(len(keys)))
 
-        def compile(key: Program, lowered: jax.stages.Lowered) -> tuple[float, jax.stages.Compiled, Schedule | None]:
+        def compile(
+            key: ProgramKind, lowered: jax.stages.Lowered
+        ) -> tuple[float, jax.stages.Compiled, Schedule | None]:
             dump = Path(folder, str(next(numbers)))
             begin = time.perf_counter()
             options: dict[str, str | bool] = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
@@ -177,7 +179,7 @@ def compile_programs(program_set: ProgramSet[Any], keys: Sequence[Program]) -> t
 
 def _compiled(
     program_set: ProgramSet[Any],
-    key: Program,
+    key: ProgramKind,
     seconds: float,
     executable: jax.stages.Compiled,
     schedule: Schedule | None,

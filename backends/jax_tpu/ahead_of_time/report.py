@@ -12,7 +12,7 @@ import jax
 from pagoda.backends.jax_tpu.ahead_of_time.bundle import save_bundle
 from pagoda.backends.jax_tpu.ahead_of_time.schedule import Schedule
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
-from pagoda.backends.jax_tpu.execution.program_kind import Program
+from pagoda.backends.jax_tpu.execution.program_kind import ProgramKind
 from pagoda.backends.jax_tpu.execution.program_sets import PoolProgramSet
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, blocks_of
 from pagoda.backends.jax_tpu.hosts import libtpu_mismatch
@@ -30,7 +30,7 @@ _NONE = "-"
 class CompiledProgram:
     """A compiled program with its estimated cost."""
 
-    key: Program
+    key: ProgramKind
     seconds: float  # spent compiling
     memory: ProgramMemory
     cost: RooflineCost

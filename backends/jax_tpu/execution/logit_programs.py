@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pagoda.backends.jax_tpu import sampling
-from pagoda.backends.jax_tpu.execution.program_kind import ProgramParts, StepContext, StepProgram, per_shard
+from pagoda.backends.jax_tpu.execution.program_kind import ProgramParts, StepContext, StepProgramKind, per_shard
 from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad
 from pagoda.backends.jax_tpu.model.model import Model
 from pagoda.backends.jax_tpu.model.roofline import RooflineCost
@@ -26,7 +26,7 @@ MASKED_ROWS: Final = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
-class RowsProgram(StepProgram):
+class RowsProgram(StepProgramKind):
     """A program over rows of logits [R, V]. R is `seqs` times the number of shards."""
 
     seqs: int  # rows of logits
@@ -224,7 +224,7 @@ UNMASKED_EDITS: Final = (PenaliseLogits, AdjustLogits, AdjustAllLogits, BanWords
 
 
 @dataclass(frozen=True, slots=True)
-class SetHistoryRow(StepProgram):
+class SetHistoryRow(StepProgramKind):
     """(history, row, tokens [length]) -> history with that row replaced; the history is donated."""
 
     @property
@@ -244,7 +244,7 @@ class SetHistoryRow(StepProgram):
 
 
 @dataclass(frozen=True, slots=True)
-class SetCounts(StepProgram):
+class SetCounts(StepProgramKind):
     """(counts, row, counts uint8 [2, V] of that row) -> counts; the counts are donated."""
 
     @property

@@ -1,4 +1,4 @@
-"""What a program of an engine is: `Program`, and what all programs of a generating engine are made for."""
+"""What a program of an engine is: `ProgramKind`, and what all programs of a generating engine are made for."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OVERLAP: Final = {
 }
 
 
-class Program(ABC):
+class ProgramKind(ABC):
     """A kind of program and its sizes: the key of a compiled one, whose `repr` names it."""
 
     @property
@@ -143,7 +143,7 @@ class StepContext:
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=named_sharding(self.model.mesh, axes))
 
 
-class StepProgram(Program):
+class StepProgramKind(ProgramKind):
     """A program of a generating engine."""
 
     @abstractmethod

@@ -28,7 +28,7 @@ from pagoda.backends.jax_tpu.execution.logit_programs import (
 from pagoda.backends.jax_tpu.execution.program_kind import (
     ProgramParts,
     StepContext,
-    StepProgram,
+    StepProgramKind,
     lower,
     per_shard,
     shapes_of,
@@ -71,7 +71,7 @@ class StepProgramSet(StepContext):
         """Return the sizes of `CopyStates`: a row takes one snapshot in a step, and starts from one, at most."""
         return FEW_COPIES, FEW_COPIES + 2 * self.rows
 
-    def __iter__(self) -> Iterator[StepProgram]:
+    def __iter__(self) -> Iterator[StepProgramKind]:
         """Yield the key of every program, the largest first."""
         shapes = sorted(self.shapes, reverse=True)
         yield from map(Forward, shapes)
@@ -98,11 +98,11 @@ class StepProgramSet(StepContext):
         rows = seqs * self.model.shards
         return (*(size for size in MASKED_ROWS if size < rows), rows)
 
-    def lower(self, key: StepProgram) -> jax.stages.Lowered:
+    def lower(self, key: StepProgramKind) -> jax.stages.Lowered:
         """Trace and lower a program. Not thread-safe."""
         return lower(self.model, key.parts(self), key.outputs(self), overlaps=key.overlaps(self))
 
-    def signature(self, key: StepProgram) -> str:
+    def signature(self, key: StepProgramKind) -> str:
         """Return logprobs mode, kernel choice, and the shapes, dtypes and shardings of all arguments."""
         return repr([self.mode, self.model.kernel, *shapes_of(key.parts(self).arguments)])
 

@@ -27,7 +27,7 @@ from pagoda.backends.jax_tpu.execution.logit_programs import (
     SetCounts,
     SetHistoryRow,
 )
-from pagoda.backends.jax_tpu.execution.program_kind import StepProgram
+from pagoda.backends.jax_tpu.execution.program_kind import StepProgramKind
 from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompiledPrograms
 from pagoda.backends.jax_tpu.execution.shapes import Plans
@@ -94,7 +94,7 @@ class Sampled:
 class JaxSampler:
     """Samples one token per row of logits. `width`: rows of each sequence in steps with drafts."""
 
-    def __init__(self, programs: CompiledPrograms[StepProgramSet, StepProgram], max_rows: int) -> None:
+    def __init__(self, programs: CompiledPrograms[StepProgramSet, StepProgramKind], max_rows: int) -> None:
         shape = programs.program_set.history
         self.history = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)  # int32 [rows+1, max_len+1]
         shape = programs.program_set.counts

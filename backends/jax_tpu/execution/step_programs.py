@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import jax.numpy as jnp
 
-from pagoda.backends.jax_tpu.execution.program_kind import Program, ProgramParts, StepContext, StepProgram
+from pagoda.backends.jax_tpu.execution.program_kind import ProgramKind, ProgramParts, StepContext, StepProgramKind
 from pagoda.backends.jax_tpu.execution.step_input import PoolShape, packed_size
 from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad
 from pagoda.backends.jax_tpu.model.model import DraftInputs, Model
@@ -32,7 +32,7 @@ FEW_COPIES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class LayersProgram(StepProgram):
+class LayersProgram(StepProgramKind):
     """A program that runs all layers on a step's tokens."""
 
     shape: StepShape
@@ -167,7 +167,7 @@ class Draft(LayersProgram):
 
 
 @dataclass(frozen=True, slots=True)
-class ScorePrompt(StepProgram):
+class ScorePrompt(StepProgramKind):
     """(leaves, hidden [T, D], token indices [SCORE_TOKENS]) -> logits [SCORE_TOKENS, V].
 
     `adapted`: with a fourth argument, the slots of the tokens' adapters [SCORE_TOKENS].
@@ -198,7 +198,7 @@ class ScorePrompt(StepProgram):
 
 
 @dataclass(frozen=True, slots=True)
-class WriteAdapter(StepProgram):
+class WriteAdapter(StepProgramKind):
     """(adapter arrays, their parts of one slot, slot) -> adapter arrays; the arrays are donated."""
 
     @property
@@ -219,7 +219,7 @@ class WriteAdapter(StepProgram):
 
 
 @dataclass(frozen=True, slots=True)
-class CopyStates(StepProgram):
+class CopyStates(StepProgramKind):
     """(caches, pairs [shards, 2, count]) -> caches with blocks of recurrent state copied; the caches are donated.
 
     Pairs are sources and destinations; all sources are read before a destination is written. Compiled for each pool of
@@ -251,7 +251,7 @@ class CopyStates(StepProgram):
 
 
 @dataclass(frozen=True, slots=True)
-class Pool(Program):
+class Pool(ProgramKind):
     """(leaves, packed batch) -> pooled outputs float32 [S or T, n] of a pooling model."""
 
     shape: PoolShape

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pagoda.backends.jax_tpu.execution.program_kind import Program
+from pagoda.backends.jax_tpu.execution.program_kind import ProgramKind
 from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import ProgramSet, model_facts
 from pagoda.backends.jax_tpu.memory.plan import STEPS_IN_FLIGHT, ProgramMemory, rounded_blocks
@@ -25,9 +25,9 @@ from pagoda.common.engine.kv_cache.sizing import min_blocks, split_bytes
 logger = logging.getLogger(__name__)
 
 
-def largest_programs(program_set: ProgramSet[Any]) -> dict[object, Program]:
+def largest_programs(program_set: ProgramSet[Any]) -> dict[object, ProgramKind]:
     """Return the largest program of each kind."""
-    largest: dict[object, Program] = {}
+    largest: dict[object, ProgramKind] = {}
     for key in program_set:
         largest[key.variant] = max(largest.get(key.variant, key), key, key=lambda program: program.sizes)
     return largest
@@ -65,7 +65,7 @@ def exact_blocks(program_set: StepProgramSet, limits: Limits, room: int, needs: 
     return tuple(map(max, map(rounded_blocks, blocks), min_blocks(model.layout)))
 
 
-Measure: TypeAlias = Callable[[Sequence[Program]], Sequence[ProgramMemory]]
+Measure: TypeAlias = Callable[[Sequence[ProgramKind]], Sequence[ProgramMemory]]
 
 
 def recorded_needs(program_set: StepProgramSet, folder: Path | None, measure: Measure) -> ProgramNeeds:

@@ -27,7 +27,7 @@ from pagoda.backends.jax_tpu.model.layers import (
 from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxLora
 from pagoda.backends.jax_tpu.model.mixers.bidirectional import attend_bidirectionally
 from pagoda.backends.jax_tpu.model.mixers.block_sparse import JaxBlockIndex
-from pagoda.backends.jax_tpu.model.mixers.ops import CostedStep, MixerCost, MixerModule, MixerOps
+from pagoda.backends.jax_tpu.model.mixers.ops import CostedStep, JaxMixerOps, MixerCost, MixerModule
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project, tokens_are_columns
 from pagoda.backends.jax_tpu.model.slots import HeadLayout, KvStack, LatentStack, Stack
 from pagoda.backends.jax_tpu.weights.arrange import Array, Placement, arrange_columns
@@ -302,8 +302,8 @@ def attend(
     )
 
 
-class AttentionOps(MixerOps[Attention]):
-    """What the backend knows of this kind, see `MixerOps`."""
+class AttentionOps(JaxMixerOps[Attention]):
+    """What the backend knows of this kind, see `JaxMixerOps`."""
 
     exchanges_pieces = True
 

@@ -99,7 +99,7 @@ def head_layout(spec: GatedDelta, tensor: int) -> HeadLayout:
 
 
 class GatedDeltaOps(RecurrentOps[GatedDelta]):
-    """What the backend knows of this kind, see `MixerOps`."""
+    """What the backend knows of this kind, see `JaxMixerOps`."""
 
     def module(self, spec: GatedDelta, width: int, build: JaxBuildContext) -> JaxGatedDelta:
         return JaxGatedDelta(spec, width, build)

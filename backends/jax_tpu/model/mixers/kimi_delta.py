@@ -98,7 +98,7 @@ def head_layout(spec: KimiDelta, tensor: int) -> HeadLayout:
 
 
 class KimiDeltaOps(RecurrentOps[KimiDelta]):
-    """What the backend knows of this kind, see `MixerOps`."""
+    """What the backend knows of this kind, see `JaxMixerOps`."""
 
     def module(self, spec: KimiDelta, width: int, build: JaxBuildContext) -> JaxKimiDelta:
         return JaxKimiDelta(spec, width, build)

@@ -20,7 +20,7 @@ from flax import nnx
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolInput
 from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, query_growth, reduced
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
-from pagoda.backends.jax_tpu.model.mixers.ops import LargestStep, MixerModule, MixerOps
+from pagoda.backends.jax_tpu.model.mixers.ops import JaxMixerOps, LargestStep, MixerModule
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.slots import HeadLayout, LatentStack, Stack
 from pagoda.backends.jax_tpu.weights.arrange import Placement, arrange_columns
@@ -296,8 +296,8 @@ def _expanded_heads(spec: LatentAttention, heads: int) -> ExpandedHeads:
     return ExpandedHeads(heads, spec.nope_dim, spec.rope.dim, spec.value_dim)
 
 
-class LatentAttentionOps(MixerOps[LatentAttention]):
-    """What the backend knows of this kind, see `MixerOps`."""
+class LatentAttentionOps(JaxMixerOps[LatentAttention]):
+    """What the backend knows of this kind, see `JaxMixerOps`."""
 
     def module(self, spec: LatentAttention, width: int, build: JaxBuildContext) -> JaxLatentAttention:
         return JaxLatentAttention(spec, width, build)

@@ -93,7 +93,7 @@ def head_layout(spec: LightningAttention, tensor: int) -> HeadLayout:
 
 
 class LightningAttentionOps(RecurrentOps[LightningAttention]):
-    """What the backend knows of this kind, see `MixerOps`."""
+    """What the backend knows of this kind, see `JaxMixerOps`."""
 
     def module(self, spec: LightningAttention, width: int, build: JaxBuildContext) -> JaxLightningAttention:
         return JaxLightningAttention(spec, width, build)

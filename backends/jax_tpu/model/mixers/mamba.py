@@ -88,7 +88,7 @@ class JaxMamba(MixerModule):
 
 
 class MambaOps(RecurrentOps[Mamba]):
-    """What the backend knows of this kind, see `MixerOps`."""
+    """What the backend knows of this kind, see `JaxMixerOps`."""
 
     def module(self, spec: Mamba, width: int, build: JaxBuildContext) -> JaxMamba:
         return JaxMamba(spec, width, build)

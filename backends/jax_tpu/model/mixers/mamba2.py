@@ -122,7 +122,7 @@ def head_layout(spec: Mamba2, tensor: int) -> HeadLayout:
 
 
 class Mamba2Ops(RecurrentOps[Mamba2]):
-    """What the backend knows of this kind, see `MixerOps`."""
+    """What the backend knows of this kind, see `JaxMixerOps`."""
 
     def module(self, spec: Mamba2, width: int, build: JaxBuildContext) -> JaxMamba2:
         return JaxMamba2(spec, width, build)

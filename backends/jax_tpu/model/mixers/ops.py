@@ -1,4 +1,4 @@
-"""What each kind of mixer tells the other parts of the backend: `MixerOps`, which every room of this folder implements.
+"""What each kind of mixer tells the other parts of the backend: `JaxMixerOps`, which every room of this folder implements.
 
 `registry.MIXERS` has those of all kinds.
 """
@@ -72,7 +72,7 @@ class LargestStep:
     max_pages: int  # of a sequence
 
 
-class MixerOps(ABC, Generic[MixerT]):
+class JaxMixerOps(ABC, Generic[MixerT]):
     """What the backend knows of one kind of mixer. `tensor`: devices each layer is sharded over."""
 
     exchanges_pieces: ClassVar[bool] = False
@@ -126,7 +126,7 @@ class MixerOps(ABC, Generic[MixerT]):
         return ()
 
 
-class RecurrentOps(MixerOps[MixerT]):
+class RecurrentOps(JaxMixerOps[MixerT]):
     """What kinds with recurrent state in their single cache have in common."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ from pagoda.backends.jax_tpu.model.mixers.latent_attention import LatentAttentio
 from pagoda.backends.jax_tpu.model.mixers.lightning_attention import LightningAttentionOps
 from pagoda.backends.jax_tpu.model.mixers.mamba import MambaOps
 from pagoda.backends.jax_tpu.model.mixers.mamba2 import Mamba2Ops
-from pagoda.backends.jax_tpu.model.mixers.ops import MixerOps, MixerT
+from pagoda.backends.jax_tpu.model.mixers.ops import JaxMixerOps, MixerT
 from pagoda.backends.jax_tpu.model.mixers.short_convolution import ShortConvolutionOps
 from pagoda.common.models.mixers import (
     Attention,
@@ -26,7 +26,7 @@ from pagoda.common.models.mixers import (
 )
 from pagoda.common.models.supported import unsupported_mixer
 
-MIXERS: Final[Mapping[type, MixerOps[Any]]] = {
+MIXERS: Final[Mapping[type, JaxMixerOps[Any]]] = {
     Attention: AttentionOps(),
     GatedDelta: GatedDeltaOps(),
     KimiDelta: KimiDeltaOps(),
@@ -38,7 +38,7 @@ MIXERS: Final[Mapping[type, MixerOps[Any]]] = {
 }
 
 
-def ops_of(mixer: MixerT) -> MixerOps[MixerT]:
+def ops_of(mixer: MixerT) -> JaxMixerOps[MixerT]:
     """Return what the backend knows of the mixer's kind. Raise ModelError for a kind that it does not have."""
     ops = MIXERS.get(type(mixer))
     if ops is None:

@@ -58,7 +58,7 @@ class JaxShortConvolution(MixerModule):
 
 
 class ShortConvolutionOps(RecurrentOps[ShortConvolution]):
-    """What the backend knows of this kind, see `MixerOps`."""
+    """What the backend knows of this kind, see `JaxMixerOps`."""
 
     def module(self, spec: ShortConvolution, width: int, build: JaxBuildContext) -> JaxShortConvolution:
         return JaxShortConvolution(spec, width, build)
