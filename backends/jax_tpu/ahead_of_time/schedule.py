@@ -53,7 +53,7 @@ _VECTOR_KERNELS: Final = ("top_k_top_p", "token_selection", "block_scores")
 """Kernels whose FLOP are the vector unit's."""
 
 MIXER_KERNELS: Final = ("ragged_paged_attention", "latent_", "selected_attention", "gated_delta")
-"""Beginnings of the names of kernels whose cost `JaxMixerOps` states; those of linear recurrences are `..._mixed`, too."""
+"""How the names of kernels begin whose cost `JaxMixerOps` states; linear recurrences are `..._mixed`, too."""
 
 _COMPUTATION: Final = re.compile(r"^(ENTRY )?%(\S+) \(")
 _INSTRUCTION: Final = re.compile(r"^  (?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\(([^)]*)\)")

@@ -1,4 +1,4 @@
-"""What each kind of mixer tells the other parts of the backend: `JaxMixerOps`, which every room of this folder implements.
+"""What each kind of mixer tells the rest of the backend: `JaxMixerOps`, which every room of this folder implements.
 
 `registry.MIXERS` has those of all kinds.
 """
