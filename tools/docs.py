@@ -26,7 +26,6 @@ from fastapi.routing import APIRoute
 from pydantic_core import PydanticUndefined
 
 import pagoda
-from pagoda import server
 from pagoda.backends.registry import load_scheme_support
 from pagoda.common.config.backend_support import BACKENDS, by_backend, status_on, variable_status_on
 from pagoda.common.config.commands import COMMAND_SETTINGS, WITH_ENGINE
@@ -41,6 +40,7 @@ from pagoda.common.request_bounds import BOUNDS
 from pagoda.common.weights.quantization.on_the_fly import METHODS, scheme_of
 from pagoda.common.weights.quantization.support import SCHEMES, SchemeSupport, bits_per_weight
 from pagoda.common.weights.quantization.tensors import Codes4, Float8, Int4, Int8, Mxfp4, Scheme
+from pagoda.server import api
 from pagoda.server.api.app import BODIES, bodies_of
 from pagoda.server.http.body import RequestBody, is_hint, is_unsupported
 from pagoda.server.http.fields import SamplingFields, StreamOptions
@@ -386,9 +386,9 @@ def _route_rows() -> list[tuple[str, str]]:
 def _routes() -> Iterator[APIRoute]:
     """Yield the routes of all APIs, including those that need a flag."""
     for package in ("openai", "openai.responses", "anthropic", "cohere", "pooling", "admin"):
-        path = Path(server.__file__).parent.joinpath(*package.split("."))
-        for module in pkgutil.iter_modules([str(path)]):
-            for value in vars(import_module(f"{server.__name__}.{package}.{module.name}")).values():
+        folder = Path(api.__file__).parent.joinpath(*package.split("."))
+        for module in pkgutil.iter_modules([str(folder)]):
+            for value in vars(import_module(f"{api.__name__}.{package}.{module.name}")).values():
                 if isinstance(value, APIRouter):
                     yield from (route for route in value.routes if isinstance(route, APIRoute))
 

@@ -112,7 +112,8 @@ UNSUPPORTED_SCHEMAS: Final = {
 def bodies() -> dict[str, type[RequestBody]]:
     """Return all request body classes by name."""
     by_name: dict[str, type[RequestBody]] = {}
-    for package in ("http", "openai", "openai.batch", "openai.responses", "anthropic", "cohere", "pooling", "admin"):
+    packages = ("openai", "openai.batch", "openai.responses", "anthropic", "cohere", "pooling", "admin")
+    for package in ("http", *(f"api.{name}" for name in packages)):
         path = Path(server.__file__).parent.joinpath(*package.split("."))
         for module in pkgutil.iter_modules([str(path)]):
             for value in vars(import_module(f"{server.__name__}.{package}.{module.name}")).values():

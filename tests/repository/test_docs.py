@@ -37,6 +37,13 @@ def test_the_support_table_lists_the_registry() -> None:
     assert set(UNSUPPORTED) <= named
 
 
+def test_the_reference_of_the_api_lists_the_routes_and_bodies_of_every_package() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    for route in ("POST /v1/chat/completions", "POST /v1/responses", "POST /v1/messages", "POST /v2/chat", "GET /health"):
+        assert f"`{route}`" in page, route
+    assert {"ChatCompletionRequest", "ResponsesRequest", "EmbeddingChatRequest"} <= set(interface.bodies())
+
+
 def test_the_number_of_architectures_is_stated_and_each_has_its_row() -> None:
     listed = set((ROOT / "tests" / "data" / "vllm_text_architectures.txt").read_text().split())
     stated = len(listed & set(ARCHITECTURES)), len(listed)
