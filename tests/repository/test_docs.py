@@ -39,7 +39,13 @@ def test_the_support_table_lists_the_registry() -> None:
 
 def test_the_reference_of_the_api_lists_the_routes_and_bodies_of_every_package() -> None:
     page = (ROOT / "docs" / "reference" / "api.md").read_text()
-    for route in ("POST /v1/chat/completions", "POST /v1/responses", "POST /v1/messages", "POST /v2/chat", "GET /health"):
+    for route in (
+        "POST /v1/chat/completions",
+        "POST /v1/responses",
+        "POST /v1/messages",
+        "POST /v2/chat",
+        "GET /health",
+    ):
         assert f"`{route}`" in page, route
     assert {"ChatCompletionRequest", "ResponsesRequest", "EmbeddingChatRequest"} <= set(interface.bodies())
 
@@ -64,11 +70,11 @@ def test_make_targets_named_in_the_documents_exist(document: str) -> None:
     assert set(re.findall(r"`make ([\w-]+)`", (ROOT / document).read_text())) <= targets
 
 
-@each_row("document", ["BUILD.md", "CONTRIBUTING.md", "README.md", "docs/architecture.md"])
+@each_row("document", DOCUMENTS)
 def test_files_named_in_the_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     for name in re.findall(
-        r"`((?:tests|common|backends|server|benchmarks|constraints)/[\w/]+(?:\.py|\.txt|/)?)`", text
+        r"`((?:tests|common|backends|server|benchmarks|constraints|kernels_pallas)/[\w/]+(?:\.py|\.txt|/)?)`", text
     ):
         assert (ROOT / name).exists() or (ROOT / f"{name}.py").exists(), name
 
