@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import interface
 import pytest
+import troubleshooting
 from model_support import FALLBACK_ONLY, UNSUPPORTED
 from support.servers.served import REAL, environment, served, wait_ready
 from support.suite.rows import each_row
@@ -48,6 +49,21 @@ def test_the_reference_of_the_api_lists_the_routes_and_bodies_of_every_package()
     ):
         assert f"`{route}`" in page, route
     assert {"ChatCompletionRequest", "ResponsesRequest", "EmbeddingChatRequest"} <= set(interface.bodies())
+
+
+def test_every_error_that_is_shown_is_in_the_page_of_troubleshooting() -> None:
+    shown = {kind for kind in troubleshooting.error_classes() if kind.__module__.startswith("pagoda.")}
+    assert shown == {kind for table in troubleshooting.SECTIONS.values() for kind in table}
+
+
+def test_fields_and_flags_without_effect_are_folded_behind_those_that_work() -> None:
+    api, flags = ((ROOT / "docs" / "reference" / name).read_text() for name in ("api.md", "flags.md"))
+    chat = api[api.index("## `ChatCompletionRequest`") :]
+    sampling = api[api.index("## Sampling fields") :]
+    assert sampling.index("| `temperature` |") < sampling.index("<details") < sampling.index("| `mirostat` | refused |")
+    assert chat.index("| `messages` |") < chat.index("<details")
+    anchors = re.findall(r'<a id="([\w-]+)"></a>', flags)
+    assert len(anchors) == len(set(anchors)) > len(interface.rows("flags"))
 
 
 def test_the_number_of_architectures_is_stated_and_each_has_its_row() -> None:
