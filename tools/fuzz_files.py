@@ -461,7 +461,7 @@ def read_one_tensor(folder: Path) -> None:
 def _gguf_examples() -> list[Files]:
     from support.checkpoints.byte_text import byte_tokenizer
 
-    from pagoda.tests.common.weights.gguf_writing import convert
+    from pagoda.tests.common.weights.gguf.gguf_writing import convert
 
     vocab = sorted(byte_tokenizer().backend.get_vocab(), key=byte_tokenizer().backend.get_vocab().__getitem__)
     examples: list[Files] = []

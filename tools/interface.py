@@ -108,12 +108,15 @@ UNSUPPORTED_SCHEMAS: Final = {
 """Unsupported schema -> its route, which refuses such bodies."""
 
 
+APIS: Final = ("openai", "openai.batch", "openai.responses", "anthropic", "cohere", "pooling", "admin")
+"""Packages of server/api that have request bodies."""
+
+
 @cache
 def bodies() -> dict[str, type[RequestBody]]:
     """Return all request body classes by name."""
     by_name: dict[str, type[RequestBody]] = {}
-    packages = ("openai", "openai.batch", "openai.responses", "anthropic", "cohere", "pooling", "admin")
-    for package in ("http", *(f"api.{name}" for name in packages)):
+    for package in ("http", *(f"api.{name}" for name in APIS)):
         path = Path(server.__file__).parent.joinpath(*package.split("."))
         for module in pkgutil.iter_modules([str(path)]):
             for value in vars(import_module(f"{server.__name__}.{package}.{module.name}")).values():

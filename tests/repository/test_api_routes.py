@@ -34,7 +34,7 @@ def closed() -> Iterator[LiveServer]:
 
 def routes_of(server: LiveServer) -> set[tuple[str, str]]:
     """Method and path of everything that the server answers."""
-    return set(_walked(server.api.app.routes))
+    return set(_walked(server.app.routes))
 
 
 def _walked(routes: Iterable[Any]) -> Iterator[tuple[str, str]]:

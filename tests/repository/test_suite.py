@@ -26,9 +26,9 @@ MIN_TIMEOUT = 30
 CLOCKS = {"monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns"}
 
 SLEEPS = {
-    "support/watching.py": "waits for a state, however long that takes",
-    "support/fake_engine.py": "an engine whose steps take time, or for ever",
-    "support/fake_pooling.py": "an engine whose steps take time",
+    "support/suite/watching.py": "waits for a state, however long that takes",
+    "support/engines/fake_engine.py": "an engine whose steps take time, or for ever",
+    "support/engines/fake_pooling.py": "an engine whose steps take time",
     "clients/programs/run_openai.py": "a client that asks again, as its users do; no part of `make test`",
 }
 """Files that may sleep, each with the reason."""

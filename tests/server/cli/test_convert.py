@@ -23,7 +23,7 @@ from pagoda.server.cli import main
 from pagoda.server.llm import LLM
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import Resolved, resolve
-from pagoda.tests.common.weights.gguf_writing import convert as write_gguf
+from pagoda.tests.common.weights.gguf.gguf_writing import convert as write_gguf
 
 PROMPT = [{"prompt_token_ids": [5, 17, 3, 80, 41, 2, 9]}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

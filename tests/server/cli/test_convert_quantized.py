@@ -23,7 +23,7 @@ from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.common.weights.rules import tensor_uses
 from pagoda.common.weights.safetensors import SafetensorsFile
 from pagoda.server.cli import main
-from pagoda.tests.common.weights.gguf_writing import convert as write_gguf
+from pagoda.tests.common.weights.gguf.gguf_writing import convert as write_gguf
 
 MIXTRAL = tiny.Tiny("mixtral", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2})
 

@@ -137,7 +137,7 @@ BODIES = {
 
 
 def routes_with_ids(server: LiveServer) -> list[tuple[str, str]]:
-    paths = server.api.app.openapi()["paths"]
+    paths = server.app.openapi()["paths"]
     return sorted(
         (method.upper(), path)
         for path, methods in paths.items()

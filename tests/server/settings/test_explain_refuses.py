@@ -22,7 +22,7 @@ from pagoda.backends.reference.backend import ReferenceBackend
 from pagoda.common.errors import ConfigError
 from pagoda.server.cli import main
 from pagoda.server.http.state import ServerState
-from pagoda.tests.common.weights.gguf_writing import convert
+from pagoda.tests.common.weights.gguf.gguf_writing import convert
 
 
 @pytest.fixture(scope="module")

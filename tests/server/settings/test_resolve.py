@@ -19,7 +19,7 @@ from pagoda.common.models.mixers.caches import WindowCache
 from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import Resolved, _dtype, resolve
 from pagoda.server.startup.engine import build_engine
-from pagoda.tests.common.weights.gguf_writing import convert
+from pagoda.tests.common.weights.gguf.gguf_writing import convert
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import resolve
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import BuiltEngine, build_engine
-from pagoda.tests.common.weights.gguf_writing import convert
+from pagoda.tests.common.weights.gguf.gguf_writing import convert
 
 LABELS = {"id2label": {"0": "bad", "1": "so so", "2": "good"}}
 CLASSIFIER = {"architectures": ["BertForSequenceClassification"], **LABELS}

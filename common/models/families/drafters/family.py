@@ -100,7 +100,7 @@ def drafter_of(method: str, config: Mapping[str, Any], names: Collection[str], t
     `method`: one whose drafter reads hidden states of the target.
     """
     module, name = _BUILDERS[method]
-    builder: Builder = getattr(import_module(f"{__package__}.families.drafters.{module}"), name)
+    builder: Builder = getattr(import_module(f"{__package__}.{module}"), name)
     reader = HfConfig(text_model(config).config, label=f"drafter of method {method}")
     with reading("the drafter's config.json", "download it again"):
         drafter = builder(reader, names, target)
@@ -124,7 +124,7 @@ def mtp_drafter(config: Mapping[str, Any], names: Collection[str], target: Model
     count = text.get(_LAYERS_KEY) or 0
     if count < 1:
         raise ModelError(f"method mtp: {_LAYERS_KEY} is {count}: the checkpoint has no such layers; use another method")
-    how = getattr(import_module(f"{__package__}.families.drafters.mtp"), _MTP[architecture])
+    how = getattr(import_module(f"{__package__}.mtp"), _MTP[architecture])
     drafter: DrafterFamily = how(target, family, count)
     if names and not any(name.startswith(drafter.only) for name in names):
         raise ModelError(f"method mtp: the checkpoint has no tensors {drafter.only}*; use one that has, or drop it")

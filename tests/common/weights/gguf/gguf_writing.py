@@ -15,7 +15,7 @@ import numpy as np
 from gguf.constants import MODEL_ARCH_NAMES
 from safetensors.numpy import load_file
 
-from pagoda.tests.common.weights import gguf_writing_encoders, gguf_writing_newer, gguf_writing_recurrent
+from pagoda.tests.common.weights.gguf import gguf_writing_encoders, gguf_writing_newer, gguf_writing_recurrent
 
 _PIECES = {**gguf_writing_newer.PIECES, **gguf_writing_recurrent.PIECES, **gguf_writing_encoders.PIECES}
 _ARCH = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}

@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from pagoda.tests.common.weights.gguf_writing_recurrent import permuted
+from pagoda.tests.common.weights.gguf.gguf_writing_recurrent import permuted
 
 Config = dict[str, Any]
 Pieces = list[tuple[str, np.ndarray]]

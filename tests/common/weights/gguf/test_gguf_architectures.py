@@ -27,11 +27,11 @@ from pagoda.common.weights.gguf.file import GgufFile
 from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.common.weights.rules import apply_rules, stored_schemes
 from pagoda.common.weights.sentence_modules import gguf_sentence_modules
-from pagoda.tests.common.weights.gguf_cases import APART, CASES, MOE, MULTIPLIED, OVERRIDES, REARRANGED, WRITTEN
-from pagoda.tests.common.weights.gguf_writing import convert
-from pagoda.tests.models import nomic_mixture
-from pagoda.tests.models.tiny import TINY, Tiny, logits, tokens
-from pagoda.tests.models.tiny_pooling import CASES as CASES_OF_POOLING
+from pagoda.tests.common.weights.gguf.gguf_cases import APART, CASES, MOE, MULTIPLIED, OVERRIDES, REARRANGED, WRITTEN
+from pagoda.tests.common.weights.gguf.gguf_writing import convert
+from pagoda.tests.models.cases import nomic_mixture
+from pagoda.tests.models.cases.tiny import TINY, Tiny, logits, tokens
+from pagoda.tests.models.cases.tiny_pooling import CASES as CASES_OF_POOLING
 
 
 def _tiny(case: str) -> Tiny:

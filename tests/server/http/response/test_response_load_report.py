@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from tests.support.live_server import LiveServer, live_server
+from support.servers.live_server import LiveServer, live_server
 
 from pagoda.common.engine.messages import EngineStats
 from pagoda.server.http.response import LOAD_FORMAT_HEADER, LOAD_HEADER, load_report

@@ -29,7 +29,7 @@ from pagoda.server.settings.flags import EngineArgs, FlagParser
 from pagoda.server.settings.resolve import resolve
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import build_engine
-from pagoda.tests.common.weights.gguf_writing import convert
+from pagoda.tests.common.weights.gguf.gguf_writing import convert
 
 PROMPT = [7 * i % 251 for i in range(1, 25)]
 WINDOWED = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}
