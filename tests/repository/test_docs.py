@@ -10,10 +10,12 @@ import sys
 import tomllib
 from itertools import dropwhile
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import interface
 import pytest
+import site_links
 import troubleshooting
 from model_support import FALLBACK_ONLY, UNSUPPORTED
 from support.servers.served import REAL, environment, served, wait_ready
@@ -132,6 +134,33 @@ def test_the_check_says_which_page_is_stale(
     assert page.read_text() == "new\n"
     monkeypatch.setattr("sys.argv", ["docs.py", "--check"])
     assert docs.main() == 0
+
+
+def test_the_site_has_every_page_once() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    named = re.findall(r"[\w/-]+\.md", text[text.index("\nnav:") :])
+    pages = [page for page in DOCUMENTS if page.startswith("docs/") and not page.startswith("docs/deploy/")]
+    assert sorted(named) == sorted(page.removeprefix("docs/") for page in pages)
+
+
+def test_links_out_of_the_site_become_names_of_files() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="guides/a.md"))
+    text = (
+        "[log](../../benchmarks/LOG.md) [deploy](../deploy) [b](b.md) [flags](../reference/flags.md#x) "
+        "![c](../images/c.png)"
+    )
+    assert site_links.on_page_markdown(text, page=page) == (
+        "log (`benchmarks/LOG.md`) deploy (`docs/deploy`) [b](b.md) [flags](../reference/flags.md#x) "
+        "![c](../images/c.png)"
+    )
+
+
+@pytest.mark.program("mkdocs", "material")
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "heartbeat" in (tmp_path / "site" / "search" / "search_index.json").read_text()
 
 
 def blocks(document: str, language: str) -> list[str]:
