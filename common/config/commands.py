@@ -222,8 +222,8 @@ class SimulateConfig:
 
     trace: str | None = option(
         None,
-        "File of requests to simulate, one JSON object per line; see docs/guides/simulation.md. Default: requests are"
-        " drawn from the dataset.",
+        "File of requests to simulate, one JSON object per line; see docs/guides/capacity-planning.md. Default: "
+        "requests are drawn from the dataset.",
     )
     output_json: str | None = option(None, "Output file for the results, as JSON.")
 

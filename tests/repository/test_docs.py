@@ -10,10 +10,13 @@ import sys
 import tomllib
 from itertools import dropwhile
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import interface
 import pytest
+import site_links
+import troubleshooting
 from model_support import FALLBACK_ONLY, UNSUPPORTED, family_descriptions
 from support.servers.served import REAL, environment, served, wait_ready
 from support.suite.rows import each_row
@@ -46,6 +49,34 @@ def test_the_head_of_a_file_of_families_describes_its_architectures(module: str)
     assert all(about.endswith(".") for about in descriptions.values())
 
 
+def test_the_reference_of_the_api_lists_the_routes_and_bodies_of_every_package() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    for route in (
+        "POST /v1/chat/completions",
+        "POST /v1/responses",
+        "POST /v1/messages",
+        "POST /v2/chat",
+        "GET /health",
+    ):
+        assert f"`{route}`" in page, route
+    assert {"ChatCompletionRequest", "ResponsesRequest", "EmbeddingChatRequest"} <= set(interface.bodies())
+
+
+def test_every_error_that_is_shown_is_in_the_page_of_troubleshooting() -> None:
+    shown = {kind for kind in troubleshooting.error_classes() if kind.__module__.startswith("pagoda.")}
+    assert shown == {kind for table in troubleshooting.SECTIONS.values() for kind in table}
+
+
+def test_fields_and_flags_without_effect_are_folded_behind_those_that_work() -> None:
+    api, flags = ((ROOT / "docs" / "reference" / name).read_text() for name in ("api.md", "flags.md"))
+    chat = api[api.index("## `ChatCompletionRequest`") :]
+    sampling = api[api.index("## Sampling fields") :]
+    assert sampling.index("| `temperature` |") < sampling.index("<details") < sampling.index("| `mirostat` | refused |")
+    assert chat.index("| `messages` |") < chat.index("<details")
+    anchors = re.findall(r'<a id="([\w-]+)"></a>', flags)
+    assert len(anchors) == len(set(anchors)) > len(interface.rows("flags"))
+
+
 def test_the_number_of_architectures_is_stated_and_each_has_its_row() -> None:
     listed = set((ROOT / "tests" / "data" / "vllm_text_architectures.txt").read_text().split())
     stated = len(listed & set(ARCHITECTURES)), len(listed)
@@ -66,11 +97,11 @@ def test_make_targets_named_in_the_documents_exist(document: str) -> None:
     assert set(re.findall(r"`make ([\w-]+)`", (ROOT / document).read_text())) <= targets
 
 
-@each_row("document", ["BUILD.md", "CONTRIBUTING.md", "README.md", "docs/architecture.md"])
+@each_row("document", DOCUMENTS)
 def test_files_named_in_the_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     for name in re.findall(
-        r"`((?:tests|common|backends|server|benchmarks|constraints)/[\w/]+(?:\.py|\.txt|/)?)`", text
+        r"`((?:tests|common|backends|server|benchmarks|constraints|kernels_pallas)/[\w/]+(?:\.py|\.txt|/)?)`", text
     ):
         assert (ROOT / name).exists() or (ROOT / f"{name}.py").exists(), name
 
@@ -112,6 +143,33 @@ def test_the_check_says_which_page_is_stale(
     assert page.read_text() == "new\n"
     monkeypatch.setattr("sys.argv", ["docs.py", "--check"])
     assert docs.main() == 0
+
+
+def test_the_site_has_every_page_once() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    named = re.findall(r"[\w/-]+\.md", text[text.index("\nnav:") :])
+    pages = [page for page in DOCUMENTS if page.startswith("docs/") and not page.startswith("docs/deploy/")]
+    assert sorted(named) == sorted(page.removeprefix("docs/") for page in pages)
+
+
+def test_links_out_of_the_site_become_names_of_files() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="guides/a.md"))
+    text = (
+        "[log](../../benchmarks/LOG.md) [deploy](../deploy) [b](b.md) [flags](../reference/flags.md#x) "
+        "![c](../images/c.png)"
+    )
+    assert site_links.on_page_markdown(text, page=page) == (
+        "log (`benchmarks/LOG.md`) deploy (`docs/deploy`) [b](b.md) [flags](../reference/flags.md#x) "
+        "![c](../images/c.png)"
+    )
+
+
+@pytest.mark.program("mkdocs", "material")
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "heartbeat" in (tmp_path / "site" / "search" / "search_index.json").read_text()
 
 
 def blocks(document: str, language: str) -> list[str]:

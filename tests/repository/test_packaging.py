@@ -39,6 +39,8 @@ NOT_IMPORTED = {
     "ruff": "a command of the Makefile",
     "mypy": "a command of the Makefile",
     "pre-commit": "a command of CONTRIBUTING.md",
+    "mkdocs": "a command of the Makefile",
+    "mkdocs-material": "the theme of mkdocs.yml",
     "types-tqdm": "read by mypy",
     "types-pyyaml": "read by mypy",
 }

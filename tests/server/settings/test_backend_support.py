@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,12 @@ def test_columns_of_the_documentation() -> None:
     }
 
 
-def test_the_pages_have_a_column_per_backend() -> None:
+def test_the_pages_say_what_each_backend_does() -> None:
     reference = Path(interface.ROWS).parents[2] / "docs" / "reference"
-    heading = "| `reference` | `torch_cuda` | `jax_tpu` | reason |"
-    for page in ("flags.md", "environment.md"):
-        assert heading in (reference / page).read_text()
+    assert "| `reference` | `torch_cuda` | `jax_tpu` | reason |" in (reference / "environment.md").read_text()
+    flags = (reference / "flags.md").read_text()
+    (sleep,) = re.findall(r"^- .*\*\*`--enable-sleep-mode`\*\*.*$", flags, re.MULTILINE)
+    assert "*Refused* on `reference`: it cannot move its weights" in sleep
+    folded, *_ = re.findall(r"^- .*\*\*`--tokenizer-mode`\*\*.*$", flags, re.MULTILINE)
+    assert "*Refused*: only tokenizer.json" in folded
+    assert flags.index("<details") < flags.index(folded)

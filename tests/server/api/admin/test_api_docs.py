@@ -46,6 +46,10 @@ def test_routes_are_shown_and_can_be_tried() -> None:
         page.run(opened)
         page.until(lambda: "max_tokens" in page.text("#it td code"))
         assert "Field|Type|Description" in page.text("#it th")
+        assert "mirostat" not in page.text("#it > table td code"), "fields without effect are folded"
+        assert "fields without effect" in page.text("#it details summary")
+        page.run("document.querySelector('#it details').open = true")
+        page.until(lambda: "mirostat" in page.text("#it details td code"))
         page.run("document.querySelector('#it textarea').value = JSON.stringify({prompt: 'a', max_tokens: 2})")
         page.click("#it button")
         page.until(lambda: "200 OK" in page.text("#it pre"))
