@@ -93,7 +93,8 @@ def serve() -> None:
 
 def import_everything() -> None:
     """What `main` imports and what that imports late, without a thread: a fork has none of them."""
-    support = ("adapted_models", "backend_options", "compile_launches", "naive_drafters", "random_stored")
+    checkpoints = ("adapted_models", "naive_drafters", "random_stored")
+    support = ("engines.backend_options", "kernels.compile_launches", *(f"checkpoints.{name}" for name in checkpoints))
     product = ("backends.torch_cuda.backend", "backends.torch_cuda.weights.load", "common.weights.lora.weights")
     for name in (*(f"support.{each}" for each in support), *(f"pagoda.{each}" for each in product)):
         import_module(name)
