@@ -58,6 +58,7 @@ test-budgets: $(VENV)/.dev $(MODEL)
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/lint_calls.py
 
 # mypy does not follow an editable install that renames its root, so the package is read through a link.
 .typing/pagoda:

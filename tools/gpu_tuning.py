@@ -69,7 +69,8 @@ def main(arguments: list[str] | None = None, kernels: Path = KERNELS) -> int:
             folder, own = place(key)
             by_folder.setdefault(folder, {})[own] = settings
     for folder, settings in by_folder.items():
-        write(kernels / folder / "tuning.json", args.chip, settings)
+        (table,) = kernels.glob(f"**/{folder}/tuning.json")
+        write(table, args.chip, settings)
         print(f"{folder}: {', '.join(settings)}")
     return 0
 

@@ -26,8 +26,11 @@ MIXER_ROOMS: Final = (
     "backends/reference/model/naive/",
     "backends/torch_cuda/model/mixers/",
     "backends/jax_tpu/model/mixers/",
+    "backends/torch_cuda/attention_backends/",
+    "backends/torch_cuda/kernels/",
+    "kernels_pallas/",
 )
-"""Where a mixer's class may be named: its specification, its families, a room per backend, the readable definition."""
+"""Where a mixer's class may be named: specification, families, a room per backend, the definition, its kernels."""
 
 SCHEMES: Final = ("Float8", "Int8", "Int4", "Mxfp4", "Nvfp4", "Codes4", "Blocks")
 """The members of `Scheme`."""

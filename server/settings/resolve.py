@@ -43,7 +43,6 @@ from pagoda.common.engine.structured_output.grammar import is_installed, not_ins
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models import token_classifier
 from pagoda.common.models.family import AnswerFormat, Family
-from pagoda.common.models.mixers import Attention, LatentAttention
 from pagoda.common.models.registry import (
     FLOAT16_OVERFLOWS,
     overridden,
@@ -280,10 +279,7 @@ def _cache_rows(
 
 def _plain(spec: ModelSpec) -> bool:
     """Whether every backend with 8-bit caches has one for a model: keys and values of each layer's own."""
-    attentions = [mixer for mixer in spec.mixers if isinstance(mixer, Attention)]
-    latent = any(isinstance(mixer, LatentAttention) for mixer in spec.mixers)
-    shared = any(mixer.shares_cache_of is not None or mixer.blocks is not None for mixer in attentions)
-    return not (spec.block_owners or latent or shared)
+    return not spec.block_owners and all(mixer.has_plain_cache for mixer in spec.mixers)
 
 
 def _log_cache(resolved: Resolved) -> None:

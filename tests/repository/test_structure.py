@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -39,6 +40,56 @@ def test_a_chat_request_enters_at_most_25_files() -> None:
     count = re.search(r"^files of one chat request +(\d+)$", printed, re.MULTILINE)
     assert count is not None
     assert 15 < int(count[1]) <= 25
+
+
+LARGEST_FOLDER = 14
+"""Entries of a folder, `__init__.py` apart."""
+
+LONGEST_FILE = 922
+LONG_FUNCTION = 42
+"""Lines that 99 of 100 functions do not exceed."""
+
+LONG_FUNCTIONS = 97
+LONGEST_FUNCTION = 157
+
+
+def test_folders_have_at_most_14_entries() -> None:
+    entries: dict[str, set[str]] = {}
+    for path in tracked("common", "server", "backends", "kernels_pallas", "tests"):
+        parts = path.split("/")
+        for depth in range(1, len(parts)):
+            entries.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
+    code = {folder: names - {"__init__.py"} for folder, names in entries.items() if not folder.startswith("tests/data")}
+    assert len(code) > 100
+    assert {folder: len(names) for folder, names in code.items() if len(names) > LARGEST_FOLDER} == {}
+
+
+def test_no_file_and_no_function_gets_longer(tree: Tree) -> None:
+    assert max(tree.lines.values()) <= LONGEST_FILE
+    lengths = [
+        node.end_lineno - node.lineno + 1
+        for syntax in tree.syntax.values()
+        for node in ast.walk(syntax)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
+    ]
+    assert max(lengths) <= LONGEST_FUNCTION
+    assert sum(length > LONG_FUNCTION for length in lengths) <= LONG_FUNCTIONS
+
+
+def tracked(*folders: str) -> list[str]:
+    """The files of these folders that git knows, or all that are there in a copy without git."""
+    command = ("git", "-C", str(ROOT), "ls-files", *folders)
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if listed.returncode == 0:
+        return listed.stdout.splitlines()
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return [path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts]
+
+
+def test_calls_and_assignments_hide_no_number() -> None:
+    command = (sys.executable, str(ROOT / "tools" / "lint_calls.py"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_counts_see_circles_duplicates_and_small_files(tmp_path: Path) -> None:

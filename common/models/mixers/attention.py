@@ -245,6 +245,11 @@ class Attention(MixerBase):
         return replace(self, chunk=chunk, chunk_lookback=self.chunk_lookback if chunk else 0, query_growth=growth)
 
     @property
+    def has_plain_cache(self) -> bool:
+        """Whether its cache is one that every backend with 8-bit caches can store in 8 bits."""
+        return self.shares_cache_of is None and self.blocks is None
+
+    @property
     def max_ranks(self) -> int:
         """Most tensor-parallel ranks that can share the mixer."""
         return self.heads

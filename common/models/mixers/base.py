@@ -37,6 +37,11 @@ class MixerBase:
         """What layers that share a cache have in common: the cache and the RoPE of its keys; None: they cannot."""
         return None
 
+    @property
+    def has_plain_cache(self) -> bool:
+        """Whether its cache is one that every backend with 8-bit caches can store in 8 bits."""
+        return True
+
     def adapters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of low-rank adapters that are part of the model, which `parameters` does not include."""
         yield from ()

@@ -110,6 +110,11 @@ class LatentAttention(MixerBase):
         return self if growth == self.query_growth else replace(self, query_growth=growth)
 
     @property
+    def has_plain_cache(self) -> bool:
+        """Whether its cache is one that every backend with 8-bit caches can store in 8 bits."""
+        return False
+
+    @property
     def max_ranks(self) -> int:
         """Most tensor-parallel ranks that can share the mixer."""
         return self.heads

@@ -1,0 +1,51 @@
+"""How many product files name a mixer, a quantisation scheme or a metric. The lists of exceptions may only shrink."""
+
+from __future__ import annotations
+
+import pytest
+from rooms import SCHEMES, files_by_name, metric_names, mixers, outside_rooms
+from structure import ROOT, Tree
+
+OUTSIDE = {
+    "Attention": (
+        *("backends/fallback/attention.py", "backends/fallback/describe.py", "backends/fallback/tracing.py"),
+        *("common/models/drafters.py", "common/models/family.py", "common/models/spec.py"),
+        *("common/models/transformers_spec.py",),
+    ),
+}
+"""Mixer -> files outside its rooms that name it: models of transformers attend and nothing else, and so do drafters."""
+
+FILES_OF_SCHEMES = {
+    **{"Float8": 15, "Int8": 17, "Int4": 14, "Mxfp4": 13, "Nvfp4": 11, "Codes4": 7, "Blocks": 15},
+}
+"""Scheme -> product files that name it. The aim is 6."""
+
+FILES_OF_A_METRIC = 3
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    return Tree(ROOT)
+
+
+def test_mixers_are_named_in_their_rooms_alone(tree: Tree) -> None:
+    outside = outside_rooms(tree)
+    assert len(outside) == 8
+    assert {mixer: tuple(files) for mixer, files in outside.items() if files} == OUTSIDE
+
+
+def test_every_mixer_has_a_file_of_its_own(tree: Tree) -> None:
+    files = [file for mixer in mixers(tree) for file in tree.classes[mixer] if file.startswith("common/models/mixers/")]
+    assert len(files) == len(set(files)) == len(mixers(tree))
+
+
+def test_schemes_are_named_in_few_files(tree: Tree) -> None:
+    files = files_by_name(tree)
+    assert {scheme: len(files[scheme]) for scheme in SCHEMES} == FILES_OF_SCHEMES
+
+
+def test_a_metric_is_named_in_few_files(tree: Tree) -> None:
+    files = files_by_name(tree)
+    names = metric_names(files)
+    assert len(names) > 40
+    assert {name: files[name] for name in names if len(files[name]) > FILES_OF_A_METRIC} == {}
