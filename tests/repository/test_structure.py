@@ -49,7 +49,7 @@ LONGEST_FILE = 922
 LONG_FUNCTION = 42
 """Lines that 99 of 100 functions do not exceed."""
 
-LONG_FUNCTIONS = 97
+LONG_FUNCTIONS = 98
 LONGEST_FUNCTION = 157
 
 

@@ -45,9 +45,9 @@ def test_what_is_faster_is_written(tmp_path: Path) -> None:
     assert decode["sm_90"]["16bit_h128_r16"] == {"ROWS": 16, "TILE": 32}
     assert products["sm_90"]["int4-16"] == {"CHANNELS": 128}
     assert list(products) == ["sm_80", "sm_90"]
-    own = (gpu_tuning.KERNELS / "prefill_attention" / "tuning.json").read_text()
+    own = (gpu_tuning.KERNELS / "attention" / "prefill_attention" / "tuning.json").read_text()
     assert prefill == json.loads(own), "2 % are within the noise"
-    before = json.loads((gpu_tuning.KERNELS / "decode_attention" / "tuning.json").read_text())
+    before = json.loads((gpu_tuning.KERNELS / "attention" / "decode_attention" / "tuning.json").read_text())
     before["sm_90"]["16bit_h128_r16"] = decode["sm_90"]["16bit_h128_r16"]
     assert decode == before, "nothing else changes"
 
@@ -75,5 +75,5 @@ def test_other_results_are_refused(
 ) -> None:
     assert run(tmp_path, RESULTS | change) == 2
     assert message in capsys.readouterr().err
-    own = (gpu_tuning.KERNELS / "decode_attention" / "tuning.json").read_text()
+    own = (gpu_tuning.KERNELS / "attention" / "decode_attention" / "tuning.json").read_text()
     assert (tmp_path / "decode_attention" / "tuning.json").read_text() == own
