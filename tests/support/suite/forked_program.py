@@ -1,4 +1,4 @@
-"""A program that tests/repository/test_fork_server.py starts: does what its first argument names."""
+"""A program that tests/repository/suite/test_fork_server.py starts: does what its first argument names."""
 
 import os
 import signal

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.suite import budgets
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 MAX_UNITS = 1_300
 """Of all rows of the table of processor time together, of a run beside two busy processes; only to be lowered."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.suite import fork_server
 
-PROGRAM = (sys.executable, "-P", str(Path(__file__).parents[1] / "support" / "suite" / "forked_program.py"))
+PROGRAM = (sys.executable, "-P", str(Path(__file__).parents[2] / "support" / "suite" / "forked_program.py"))
 KINDS = {"forked": subprocess.Popen, "fresh": fork_server.FreshPopen}
 
 
