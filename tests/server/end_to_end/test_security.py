@@ -50,6 +50,10 @@ def sources() -> list[Path]:
     ]
 
 
+WRITES_CODE = {"backends/torch_cuda/kernels/frame/bound.py"}
+"""Where code is written from the parameters' names of our own kernels, and from nothing else."""
+
+
 def test_no_code_is_made_from_data() -> None:
     found = []
     modules = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
@@ -65,7 +69,10 @@ def test_no_code_is_made_from_data() -> None:
         wrong = imports & modules
         if name in READS_PICKLES:
             wrong -= {"pickle"}
-        found += [f"{name}: {each}" for each in (*wrong, *(calls & set(calls_of(nodes))))]
+        made = calls & set(calls_of(nodes))
+        if name in WRITES_CODE:
+            made -= {"exec"}
+        found += [f"{name}: {each}" for each in (*wrong, *made)]
     assert found == []
 
 
