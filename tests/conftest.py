@@ -108,8 +108,9 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 
 def _is_compiled() -> bool:
-    """Whether an earlier run has left compiled tests; files at the top are compiled late."""
-    return any((TESTS / "__pycache__").glob("test_suite.*-pytest-*.pyc"))
+    """Whether an earlier run has left the tests compiled: the file that is collected last is."""
+    last = max(TESTS.rglob("test_*.py"))
+    return any((last.parent / "__pycache__").glob(f"{last.stem}.*-pytest-*.pyc"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -78,7 +78,8 @@ def _target(name: str, covers: tuple[str, ...], target: str) -> Part:
     return Part(name, covers, ("make", target))
 
 
-_SERVER: Final = ("common/", "server/", "backends/reference/")
+_TORCH: Final = ("backends/cpu_kernels/", "backends/torch_decoder/", "backends/reference/")
+_SERVER: Final = ("common/", "server/", *_TORCH)
 _SERVER_TESTS: Final = ("tests/server", "tests/common", "tests/tools", "tests/benchmarks")
 
 PARTS: Final = (
@@ -94,8 +95,8 @@ PARTS: Final = (
     ),
     _marked("properties", (*ALL_BACKENDS, "server/"), f"hypothesis and {_USUAL}", "tests", PAGODA_TEST_RANDOM="1"),
     _marked("programs", ("server/", "docs/", "benchmarks/"), "program", "tests"),
-    _marked("tpu-compiler", ("kernels_pallas/", "backends/jax_tpu/"), "tpu_matrix", "tests"),
-    _marked("gpu-compiler", ("backends/torch_cuda/kernels/",), "gpu_matrix", "tests"),
+    _marked("tpu-compiler", ("kernels_pallas/", "backends/jax_tpu/", "benchmarks/tpu/aot/"), "tpu_matrix", "tests"),
+    _marked("gpu-compiler", ("backends/torch_cuda/kernels/", "benchmarks/gpu/aot/"), "gpu_matrix", "tests"),
     _marked(
         "speculation",
         ALL_BACKENDS,
@@ -116,7 +117,7 @@ PARTS: Final = (
     _tool("mutants-breadth", (*ALL_BACKENDS, "server/"), "tools/mutate.py", "--set", "breadth"),
     _target("clients", ("server/", "tests/clients"), "test-clients"),
     _target("torchax", ("backends/jax_tpu/", "backends/fallback/"), "test-torchax"),
-    _target("torch-xla", ("backends/reference/", "backends/fallback/"), "test-torch-xla"),
+    _target("torch-xla", (*_TORCH, "backends/fallback/"), "test-torch-xla"),
 )
 
 
