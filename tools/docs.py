@@ -282,16 +282,17 @@ def _metrics() -> str:
 
 
 def _models() -> str:
-    statuses = model_support.statuses()
     rows = []
     for module in sorted({module for module, _ in ARCHITECTURES.values()}):
-        families: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        families: dict[str, list[str]] = {}
         for architecture, about in model_support.family_descriptions(module).items():
             if architecture in ARCHITECTURES:
-                families.setdefault((about, statuses[architecture]), []).append(architecture)
-        for (about, status), architectures in families.items():
+                families.setdefault(about, []).append(architecture)
+        for about, architectures in families.items():
             names = ", ".join(f"`{name}`" for name in architectures)
-            rows.append((names, *status, about, f"[{module}.py](../../common/models/families/{module}.py)"))
+            rows.append(
+                (names, *model_support.SPEC_STATUS, about, f"[{module}.py](../../common/models/families/{module}.py)")
+            )
     fallback = [(f"`{name}`", *model_support.FALLBACK_STATUS) for name in model_support.FALLBACK_ONLY]
     pooled = [(f"`{name}`", *model_support.POOLING_STATUS) for name in model_support.POOLED_BY_FALLBACK]
     backends = model_support.BACKENDS

@@ -1,15 +1,11 @@
-"""What of the model specification this backend implements; importable without the backend's libraries."""
+"""What of quantised weights this backend computes with; importable without the backend's libraries."""
 
 from __future__ import annotations
 
-from typing import Final, get_args
+from typing import Final
 
-from pagoda.common.models.mixers import Mixer
-from pagoda.common.models.supported import Supported
 from pagoda.common.weights.quantization.support import SchemeSupport
 from pagoda.common.weights.quantization.tensors import Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme
-
-SUPPORTED: Final = Supported("jax_tpu", mixers=get_args(Mixer))
 
 _DEQUANTISES: Final = SchemeSupport("dequantises", "the model's type")
 

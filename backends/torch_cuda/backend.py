@@ -52,10 +52,11 @@ from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.model.mixers.attention import attentions
 from pagoda.backends.torch_cuda.model.mixers.latent_attention import latent_attentions
+from pagoda.backends.torch_cuda.model.mixers.registry import MIXERS
 from pagoda.backends.torch_cuda.model.parameters import Empty
 from pagoda.backends.torch_cuda.parallel import ranks
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard, comm_of
-from pagoda.backends.torch_cuda.supported import SUPPORTED, packed_scheme
+from pagoda.backends.torch_cuda.supported import packed_scheme
 from pagoda.backends.torch_cuda.weights.load import Loader, packing
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
@@ -71,6 +72,7 @@ from pagoda.common.models.drafters import FeatureDrafter, LanguageDrafter, captu
 from pagoda.common.models.mixers.caches import IndexCache
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.supported import check_mixers
 from pagoda.common.models.transformers_spec import TransformersSpec
 from pagoda.common.weights.lora.weights import AdapterWeights
 from pagoda.common.weights.quantization.kv_scales import take_kv_scales
@@ -129,7 +131,7 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
     if isinstance(spec, TransformersSpec):
         graph_sizes = replace(graph_sizes, captured=())  # its code may synchronise with the host
     else:
-        SUPPORTED.check(spec)
+        check_mixers(spec, MIXERS, "torch_cuda")
         ranks.check(spec, options.parallel.tensor)
     for group in layout.groups:
         array_shapes(group.spec, 1, layout.block_size, RankShard())
@@ -146,7 +148,7 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
         device = find_device() if options.rank is None else use_device(options.rank.device)
     drafter = options.drafter
     if isinstance(drafter, LanguageDrafter | FeatureDrafter):
-        SUPPORTED.check(drafter.model)
+        check_mixers(drafter.model, MIXERS, "torch_cuda")
     needs = AttentionRequirements(
         attentions(all_mixers(spec, drafter)),
         latent_attentions(all_mixers(spec, drafter)),

@@ -23,11 +23,10 @@ from pagoda.backends.torch_cuda.execution.warmup import CompileCounter
 from pagoda.backends.torch_cuda.memory.plan import GIB
 from pagoda.backends.torch_cuda.model.feed_forward import block_makers
 from pagoda.backends.torch_cuda.model.mixers.attention.packed import SharedKeysValues
-from pagoda.backends.torch_cuda.model.mixers.registry import ops_of
+from pagoda.backends.torch_cuda.model.mixers.registry import MIXERS, ops_of
 from pagoda.backends.torch_cuda.model.parameters import RankParams
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, rotary_tables
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard
-from pagoda.backends.torch_cuda.supported import SUPPORTED
 from pagoda.backends.torch_cuda.weights.load import Loader
 from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
 from pagoda.backends.torch_decoder.ops import MixerStep
@@ -38,6 +37,7 @@ from pagoda.common.engine.pooling.values import PoolingRules, PoolPlan, PoolResu
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.supported import check_mixers
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.quantization.tensors import dequantized
 
@@ -47,7 +47,7 @@ def create(options: PoolingOptions) -> TorchCudaPooling:
     if options.dtype not in DTYPES:
         raise ConfigError("--dtype", f"{options.dtype} is not one of auto, {', '.join(DTYPES)}")
     if isinstance(options.spec, ModelSpec):
-        SUPPORTED.check(options.spec)
+        check_mixers(options.spec, MIXERS, "torch_cuda")
     return TorchCudaPooling(options.spec, options.limits, DTYPES[options.dtype], find_device(), options.profiler)
 
 

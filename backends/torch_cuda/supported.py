@@ -1,11 +1,9 @@
-"""What of the model specification this backend implements; importable without the backend's libraries."""
+"""What of quantised weights this backend computes with; importable without the backend's libraries."""
 
 from __future__ import annotations
 
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
-from pagoda.common.models.mixers import Mixer
-from pagoda.common.models.supported import Supported
 from pagoda.common.weights.gguf.groups import group_format
 from pagoda.common.weights.quantization.support import SchemeSupport
 from pagoda.common.weights.quantization.tensors import (
@@ -19,8 +17,6 @@ from pagoda.common.weights.quantization.tensors import (
     Nvfp4,
     Scheme,
 )
-
-SUPPORTED: Final = Supported("torch_cuda", mixers=get_args(Mixer))
 
 _DEQUANTISES: Final = SchemeSupport("dequantises", "the model's type")
 

@@ -21,6 +21,7 @@ from pagoda.backends.jax_tpu.drafters.decoders import JaxDraftDecoder, Target, m
 from pagoda.backends.jax_tpu.execution.step_input import StepInput
 from pagoda.backends.jax_tpu.model.decoder import JaxDecoder
 from pagoda.backends.jax_tpu.model.layers import Caches
+from pagoda.backends.jax_tpu.model.mixers.registry import MIXERS
 from pagoda.backends.jax_tpu.model.model import (
     LANES,
     DraftInputs,
@@ -32,11 +33,11 @@ from pagoda.backends.jax_tpu.model.model import (
 )
 from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext
 from pagoda.backends.jax_tpu.parallel import partition
-from pagoda.backends.jax_tpu.supported import SUPPORTED
 from pagoda.backends.jax_tpu.weights.arrange import NO_FORMATS, MatrixFormat, Path
 from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.errors import ModelError
 from pagoda.common.models.drafters import DrafterSpec, FeatureDrafter, LanguageDrafter, captured_layers
+from pagoda.common.models.supported import check_mixers
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ def build_drafter(spec: DrafterSpec, target: StepModel) -> JaxDrafter:
     """
     kernel = target.kernel
     if isinstance(spec, LanguageDrafter | FeatureDrafter):
-        SUPPORTED.check(spec.model)
+        check_mixers(spec.model, MIXERS, "jax_tpu")
         embedding = spec.model.embedding
         if isinstance(spec, FeatureDrafter) and (embedding.positions is not None or embedding.token_types):
             raise ModelError("jax_tpu: drafters over hidden states have no tables of positions or token types")

@@ -25,10 +25,9 @@ from pagoda.backends.jax_tpu.model.decoder import JaxDecoder, exchanged_pieces
 from pagoda.backends.jax_tpu.model.layers import Caches
 from pagoda.backends.jax_tpu.model.layout import CacheIndex, build_cache_index
 from pagoda.backends.jax_tpu.model.lora import slot_axis
-from pagoda.backends.jax_tpu.model.mixers.registry import ops_of
+from pagoda.backends.jax_tpu.model.mixers.registry import MIXERS, ops_of
 from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext, LoraForm
 from pagoda.backends.jax_tpu.parallel import DATA, MODEL, named_sharding, partition
-from pagoda.backends.jax_tpu.supported import SUPPORTED
 from pagoda.backends.jax_tpu.weights.arrange import NO_FORMATS, MatrixFormat, Path
 from pagoda.common.config.memory import available_bytes
 from pagoda.common.engine.kv_cache.spec import KvLayout
@@ -37,6 +36,7 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.models.drafters import DrafterSpec, mixers_of
 from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.supported import check_mixers
 from pagoda.common.models.transformers_spec import AnySpec
 
 Leaves = tuple[jax.Array, ...]
@@ -335,7 +335,7 @@ def build_model(
     Raise ModelError for an unsupported kind of layer, ConfigError if the heads cannot be sharded over the mesh or the
     cache cannot have 8 bits.
     """
-    SUPPORTED.check(spec)
+    check_mixers(spec, MIXERS, "jax_tpu")
     if kernel.scaled:
         check_scaled(spec)
     tensor = mesh.shape[MODEL]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def check(spec: ModelSpec, size: int) -> None:
     """Raise ConfigError if the model's heads and widths do not divide evenly over `size` ranks.
 
-    `SUPPORTED.check` must have passed.
+    `check_mixers` must have passed.
     """
     if (indivisible := _indivisible(spec, size)) is None:
         return

@@ -24,7 +24,6 @@ from pagoda.common.models.mixers import (
     Mamba2,
     ShortConvolution,
 )
-from pagoda.common.models.supported import unsupported_mixer
 
 MIXERS: Final[Mapping[type, JaxMixerOps[Any]]] = {
     Attention: AttentionOps(),
@@ -39,8 +38,5 @@ MIXERS: Final[Mapping[type, JaxMixerOps[Any]]] = {
 
 
 def ops_of(mixer: MixerT) -> JaxMixerOps[MixerT]:
-    """Return what the backend knows of the mixer's kind. Raise ModelError for a kind that it does not have."""
-    ops = MIXERS.get(type(mixer))
-    if ops is None:
-        raise unsupported_mixer(mixer)
-    return ops
+    """Return what the backend knows of the mixer's kind. `check_mixers` must have passed."""
+    return MIXERS[type(mixer)]

@@ -32,5 +32,5 @@ MIXERS: Final[Mapping[type[Mixer], CudaMixerOps[Any]]] = {
 
 
 def ops_of(mixer: Mixer) -> CudaMixerOps[Any]:
-    """Return what the backend knows of the mixer's kind."""
+    """Return what the backend knows of the mixer's kind. `check_mixers` must have passed."""
     return MIXERS[type(mixer)]

@@ -10,15 +10,12 @@ import torch
 from support.engines.reference_driver import random_weights, tiny_spec
 from support.engines.reference_engine import assert_naive_tokens
 
-from pagoda.backends.jax_tpu.supported import SUPPORTED as JAX_TPU
 from pagoda.backends.reference.model.naive.model import NaiveModel
-from pagoda.backends.torch_cuda.supported import SUPPORTED as TORCH_CUDA
 from pagoda.common.errors import ModelError
 from pagoda.common.models.mixers import Attention, QueryGrowth
 from pagoda.common.models.mixers.caches import FullCache, WindowCache
 from pagoda.common.models.registry import within_context, without_windows
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.models.supported import Supported
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8]
 GROWTH = QueryGrowth(0.5, period=6, offset=1)
@@ -56,11 +53,6 @@ def test_what_makes_no_difference_in_short_contexts_is_left_out(fields: dict[str
     plain, other = (NaiveModel(each, random_weights(spec)).logits(PROMPT) for each in (tiny_spec(), spec))
     torch.testing.assert_close(other[:longest], plain[:longest], atol=0, rtol=0)
     assert (other[longest:] - plain[longest:]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("supported", [JAX_TPU, TORCH_CUDA], ids=lambda supported: supported.backend)
-def test_the_accelerators_run_chunks(supported: Supported) -> None:
-    supported.check(CHUNKED)
 
 
 def test_weights_of_the_input_are_of_one_expert() -> None:

@@ -13,10 +13,8 @@ from support.engines.reference_driver import random_weights, tiny_spec
 from support.engines.reference_engine import LIMITS, assert_naive_tokens, engine, generate
 from support.kernels.paged_model import PagedModel
 
-from pagoda.backends.jax_tpu.supported import SUPPORTED as JAX_TPU
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.registry import load_backend
-from pagoda.backends.torch_cuda.supported import SUPPORTED as TORCH_CUDA
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvGroup, kv_layout
 from pagoda.common.errors import ConfigError, ModelError
@@ -27,9 +25,6 @@ from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.rope import Rope, YarnScaling
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Mlp, ModelSpec, Moe, Pooler
-from pagoda.common.models.supported import Supported
-
-SUPPORTED = {"jax_tpu": JAX_TPU, "torch_cuda": TORCH_CUDA}
 
 LATENT = LatentAttention(
     heads=4,
@@ -210,12 +205,6 @@ V3 = {
 """deepseek-ai/DeepSeek-V3 without its quantization_config."""
 
 
-@pytest.mark.parametrize("backend", ["torch_cuda", "jax_tpu"])
-def test_the_accelerators_run_the_published_model_and_the_indexer_of_the_next(backend: str) -> None:
-    SUPPORTED[backend].check(spec_from_config(V3)[0])
-    SUPPORTED[backend].check(spec_from_config(V32)[0])
-
-
 def test_the_published_config() -> None:
     spec, _ = spec_from_config(V3)
     assert [type(layer.ffn) for layer in spec.layers] == [Mlp] * 3 + [Moe] * 58
@@ -268,6 +257,6 @@ def test_pooling_elsewhere_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
     from pagoda.backends.torch_cuda import pooling
 
     spec = replace(SPARSE, pooler=Pooler("last"), tied=True)
-    monkeypatch.setattr(pooling, "SUPPORTED", Supported("torch_cuda", mixers=(Attention,)))
+    monkeypatch.setattr(pooling, "MIXERS", {Attention})
     with pytest.raises(ModelError, match="a mixer of kind LatentAttention, which torch_cuda does not support"):
         pooling.create(make_pooling_options(spec, limits=LIMITS))

@@ -27,7 +27,6 @@ from pagoda.common.models.mixers import Attention, BlockIndexer, ShortConvolutio
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import Blend, Layer, Mlp, ModelSpec, Moe, Norms, Router, Shortcut
-from pagoda.common.models.supported import Supported
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8]
 NORM = Norm(1e-5)
@@ -155,7 +154,6 @@ def test_a_refused_kind_of_mixer_ends_the_creation_of_a_backend(
 ) -> None:
     pytest.importorskip("triton" if backend == "torch_cuda" else "flax")
     module, spec = load_backend(backend), model(FULL, RECURRENT)
-    lacking = Supported(backend, mixers=(Attention,))
-    monkeypatch.setattr(f"pagoda.backends.{backend}.{place}.SUPPORTED", lacking)
+    monkeypatch.setattr(f"pagoda.backends.{backend}.{place}.MIXERS", {Attention})
     with pytest.raises(ModelError, match=f"layer 1 has a mixer of kind ShortConvolution, which {backend} does not"):
         module.create(make_options(spec, limits=LIMITS))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
+from typing import get_args
 
 import pytest
 import torch
@@ -24,13 +26,14 @@ from pagoda.common.models.mixers import (
     LightningAttention,
     Mamba,
     Mamba2,
+    Mixer,
     Recurrent,
     ShortConvolution,
 )
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.models.supported import Supported
+from pagoda.common.models.supported import check_mixers
 
 NORM = Norm(1e-6)
 MIXERS: dict[str, Recurrent] = {
@@ -149,11 +152,18 @@ def test_chunked_prefill_preemption_and_snapshots_give_the_naive_models_tokens(n
 
 
 def test_a_backend_without_a_kind_of_mixer_refuses_it_by_name() -> None:
-    supported = Supported("other", mixers=(Attention, KimiDelta))
-    supported.check(model(MIXERS["kimi-delta"]))
+    kinds = (Attention, KimiDelta)
+    check_mixers(model(MIXERS["kimi-delta"]), kinds, "other")
     words = r"^layer \d+ has a mixer of kind GatedDelta, which other does not support; use --backend reference$"
     with pytest.raises(ModelError, match=words):
-        supported.check(model(MIXERS["gated-delta-scaled"]))
+        check_mixers(model(MIXERS["gated-delta-scaled"]), kinds, "other")
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch_cuda"])
+def test_every_kind_has_a_room(backend: str) -> None:
+    pytest.importorskip("triton" if backend == "torch_cuda" else "torch")
+    rooms = import_module(f"pagoda.backends.{backend}.model.mixers.registry").MIXERS
+    assert set(rooms) == set(get_args(Mixer))
 
 
 def test_ranks_share_whole_heads_and_groups() -> None:
