@@ -146,8 +146,17 @@ def _model(options: BackendOptions) -> StepModel:
     if options.lora is not None:
         dtype = dtype_of(options.lora.dtype, "--lora-dtype").name
         lora = LoraForm(options.lora.slots, options.lora.max_rank, dtype, options.lora.fully_sharded)
-    sizes = mesh, model_dtype, limits.max_model_len, kernel
-    return build_model(spec, options.layout, *sizes, formats, lora, options.drafter)
+    return build_model(
+        spec,
+        options.layout,
+        mesh=mesh,
+        dtype=model_dtype,
+        max_len=limits.max_model_len,
+        kernel=kernel,
+        formats=formats,
+        lora=lora,
+        drafter=options.drafter,
+    )
 
 
 def check(options: BackendOptions) -> None:

@@ -204,8 +204,16 @@ class ReferenceBackend:
             assert self._decoder is not None, "load comes before plan_memory"
             weights = self._weight_bytes
         slots = 0 if self._adapters is None else self._adapters.num_bytes
-        sizes = weights, slots, self._engines
-        return plan_memory(self.spec, self.limits, self.layout, self.cache_config, self.numerics, *sizes)
+        return plan_memory(
+            self.spec,
+            self.limits,
+            self.layout,
+            self.cache_config,
+            self.numerics,
+            weights=weights,
+            adapters=slots,
+            engines=self._engines,
+        )
 
     def init_cache(self, num_blocks: tuple[int, ...]) -> None:
         stated = self.cache_config.kv_cache_memory_bytes is not None

@@ -385,8 +385,14 @@ class Admission:
         self._sleep.raise_if_asleep()
         with self.counting():
             others = self._engine.others
-            elsewhere = Load(others.sequences, others.tokens), Load(*others.owners.get(owner, ()))
-            self.limits.check(self._use(), load, owner, group, *elsewhere)
+            self.limits.check(
+                self._use(),
+                load,
+                owner=owner,
+                group=group,
+                others=Load(others.sequences, others.tokens),
+                others_of_owner=Load(*others.owners.get(owner, ())),
+            )
 
     @contextmanager
     def counting(self) -> Iterator[None]:

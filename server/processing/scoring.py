@@ -109,7 +109,10 @@ class Pairs:
             raise RequestError(
                 self._field, f"the pairs have {characters} characters in all; at most {MAX_CHARACTERS} are allowed"
             )
-        return [self._inputs.pair(*pair, options.text, options.template) for pair in zip(repeated, documents)]
+        return [
+            self._inputs.pair(query, document, options.text, options.template)
+            for query, document in zip(repeated, documents)
+        ]
 
     def scores(self, outputs: Sequence[RawPoolingOutput]) -> list[ScoringRequestOutput]:
         """Return the score of each pair from the outputs of `prompts`. Raises RequestError."""

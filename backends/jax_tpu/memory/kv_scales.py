@@ -83,7 +83,13 @@ def _calibrate(model: Model, leaves: Leaves) -> npt.NDArray[np.float32]:
     """Return the largest absolute K and V of each cache, float32 [n, 2]; zeros for caches of another kind."""
     kernel = replace(model.kernel, cache_dtype=model.dtype.name)
     unquantised = build_model(
-        *(model.spec, model.layout, model.mesh, model.dtype, model.max_len, kernel, model.formats),
+        model.spec,
+        model.layout,
+        mesh=model.mesh,
+        dtype=model.dtype,
+        max_len=model.max_len,
+        kernel=kernel,
+        formats=model.formats,
         drafter=model.drafter,
     )
     by_path = dict(zip(model.paths, leaves))

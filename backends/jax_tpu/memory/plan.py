@@ -382,7 +382,13 @@ def with_devices(model: Model, tensor: int) -> Model:
     """Return the model sharded over `tensor` abstract devices, to compute its sizes. Raise ConfigError if invalid."""
     mesh = cast(Mesh, AbstractMesh((1, tensor), (DATA, MODEL)))
     return build_model(
-        *(model.spec, model.layout, mesh, jnp.dtype(model.dtype), model.max_len, model.kernel, model.formats),
+        model.spec,
+        model.layout,
+        mesh=mesh,
+        dtype=jnp.dtype(model.dtype),
+        max_len=model.max_len,
+        kernel=model.kernel,
+        formats=model.formats,
         drafter=model.drafter,
     )
 

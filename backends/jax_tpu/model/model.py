@@ -349,8 +349,21 @@ def build_model(
         lora=lora,
     )
     arrays = module_arrays(lambda: JaxDecoder(spec, cache_index, max_len, build), mesh)
-    parts = arrays.leaves, arrays.paths, arrays.axes, formats, arrays.split
-    return Model(spec, mesh, layout, cache_index, kernel, max_len, *parts, lora, drafter)
+    return Model(
+        spec=spec,
+        mesh=mesh,
+        layout=layout,
+        cache_index=cache_index,
+        kernel=kernel,
+        max_len=max_len,
+        leaves=arrays.leaves,
+        paths=arrays.paths,
+        axes=arrays.axes,
+        formats=formats,
+        split=arrays.split,
+        lora=lora,
+        drafter=drafter,
+    )
 
 
 class ModuleArrays(NamedTuple):

@@ -66,7 +66,8 @@ def _mlp(
     inner = params.inner
     down = params.down
     if (learned := spec.learned) is not None and (curvatures := params.curvatures) is not None:
-        return lambda x: down(xielu(inner(x), learned, *curvatures))
+        curvature_p, curvature_n = curvatures
+        return lambda x: down(xielu(inner(x), learned, curvature_p=curvature_p, curvature_n=curvature_n))
     if not spec.gated:
         return lambda x: down(act(inner(x)))
     plain = not spec.sparsity and spec.clip is None and spec.clamped is None

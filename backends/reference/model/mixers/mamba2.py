@@ -49,7 +49,10 @@ class Mamba2Layer:
         """X [T, D] -> (v, b and c before the convolution [T, C], step [T, N]), output gates [T, N*H]."""
         spec = self.spec
         vbc, gate, step = self.inner(x).split([spec.channels, spec.width, spec.heads], -1)
-        return (vbc.float(), F.softplus(step.float() + self.step_offset).clamp(*spec.step_limit)), gate
+        return (
+            vbc.float(),
+            F.softplus(step.float() + self.step_offset).clamp(min=spec.step_limit[0], max=spec.step_limit[1]),
+        ), gate
 
     def mix(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs [S, T, ...] and the states before them [S, elements] -> heads [S, T, N*H], the states after them."""

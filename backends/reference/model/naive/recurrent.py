@@ -166,7 +166,7 @@ def mamba2(parts: NaiveParts, name: str, mixer: Mamba2, x: Tensor) -> Tensor:
     b, c = (_projected(parts, name, part, x).unflatten(-1, (mixer.groups, -1)) for part in "bc")
     b, c = (part.repeat_interleave(mixer.heads // mixer.groups, dim=1) for part in (b, c))
     step = F.softplus(parts.linear(f"{name}.step", x).float() + parts.wide(f"{name}.step_offset"))
-    step = step.clamp(*mixer.step_limit)
+    step = step.clamp(min=mixer.step_limit[0], max=mixer.step_limit[1])
     decay = torch.exp(-parts.wide(f"{name}.decay_rate").exp() * step)
     state = torch.zeros(mixer.heads, mixer.head_dim, mixer.state_dim)
     heads = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,13 +70,36 @@ class RopeCache:
         own_values = 0 if values_are_keys and value_dim == head_dim else kv_heads * value_dim
         self._width = (heads + kv_heads) * head_dim + own_values
         self._dtype = keys.dtype
-        how = heads, kv_heads, cos_sin, q_norm, k_norm, v_norm, k_scale, v_scale, values_are_keys
         self._run: Callable[[Tensor, Tensor, Tensor], Tensor]
         if use_kernel:
-            self._run = kernel.RopeCacheLaunch(keys, values, *how, chip)
+            self._run = kernel.RopeCacheLaunch(
+                keys=keys,
+                values=values,
+                heads=heads,
+                kv_heads=kv_heads,
+                cos_sin=cos_sin,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                v_norm=v_norm,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                values_are_keys=values_are_keys,
+                chip=chip,
+            )
         else:
-            self._run = lambda qkv, positions, slots: rope_and_cache_reference(
-                qkv, positions, slots, keys, values, *how
+            self._run = partial(
+                rope_and_cache_reference,
+                keys=keys,
+                values=values,
+                heads=heads,
+                kv_heads=kv_heads,
+                cos_sin=cos_sin,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                v_norm=v_norm,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                values_are_keys=values_are_keys,
             )
 
     def __call__(self, qkv: Tensor, positions: Tensor, slots: Tensor) -> Tensor:

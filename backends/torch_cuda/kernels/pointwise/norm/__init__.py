@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final, Literal
 
 import torch
@@ -41,12 +42,15 @@ class RowNorm:
         _check_weights(weight, bias, kind)
         self.weight = weight
         self.bias = bias
-        self._how = eps, kind, unit_offset
+        self._eps = eps
+        self._kind: Kind = kind
+        self._unit_offset = unit_offset
         self._launch: kernel.NormLaunch | None = None
         self._launch_quantised: kernel.NormLaunch | None = None
         if use_kernel:
-            self._launch = kernel.NormLaunch(weight, bias, *self._how)
-            self._launch_quantised = kernel.NormLaunch(weight, bias, *self._how, native(chip, weight))
+            launch = partial(kernel.NormLaunch, weight=weight, bias=bias, eps=eps, kind=kind, unit_offset=unit_offset)
+            self._launch = launch()
+            self._launch_quantised = launch(native=native(chip, weight))
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (normed, total), both [T, D] in x's dtype: the norm of total = x + residual (x without residual).
@@ -55,7 +59,15 @@ class RowNorm:
         """
         self._check(x, residual)
         if self._launch is None:
-            return norm_reference(x, self.weight, self.bias, *self._how, residual)
+            return norm_reference(
+                x,
+                weight=self.weight,
+                bias=self.bias,
+                eps=self._eps,
+                kind=self._kind,
+                unit_offset=self._unit_offset,
+                residual=residual,
+            )
         normed = torch.empty_like(x)
         return normed, self._launch(x, residual, normed)
 
@@ -63,7 +75,15 @@ class RowNorm:
         """Return (float8_e4m3fn [T, D], scale float32 [T, 1], total [T, D]): the norm as stored * scale, by row."""
         self._check(x, residual)
         if self._launch_quantised is None:
-            return norm_quantised_reference(x, self.weight, self.bias, *self._how, residual)
+            return norm_quantised_reference(
+                x,
+                weight=self.weight,
+                bias=self.bias,
+                eps=self._eps,
+                kind=self._kind,
+                unit_offset=self._unit_offset,
+                residual=residual,
+            )
         bits, scale = empty_rows(x, x.shape[1])
         total = self._launch_quantised(x, residual, bits, scale)
         return bits.view(torch.float8_e4m3fn), scale, total
@@ -110,5 +130,7 @@ def norm_quantised_reference(
     unit_offset: bool,
     residual: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    normed, total = norm_reference(x, weight, bias, eps, kind, unit_offset, residual)
+    normed, total = norm_reference(
+        x, weight=weight, bias=bias, eps=eps, kind=kind, unit_offset=unit_offset, residual=residual
+    )
     return *quantised_rows(normed), total
