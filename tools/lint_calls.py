@@ -8,7 +8,7 @@ a list that is longer than it needs to be, so the lists can only shrink.
 
 - splat: `f(*values)` where `f` is a function or class of ours with three parameters or more, or a Triton kernel's
   launch `kernel[grid](*values)`. Swapped values are a silent wrong number. Variadic callees are free.
-- dictionary: `f(**{...})`: names that nobody declares take the place of a splat.
+- dictionary: `f(**{...})`: a dictionary literal as keyword arguments. Neither a reader nor mypy can check its names.
 - pair: `a, b = x, y`: two assignments in one statement. Swaps, where a later value reads an earlier target, are free.
 """
 
@@ -174,7 +174,7 @@ def problems(found: list[Finding], allowed: Mapping[str, Mapping[str, int]]) -> 
 def main() -> int:
     """Run the command line; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the lists anew; only shorter ones are accepted")
+    parser.add_argument("--write", action="store_true", help="rewrite the lists; a list that would grow is refused")
     parser.add_argument("--show", action="store_true", help="print every place, allowed or not")
     args = parser.parse_args()
     found = list(findings(read(ROOT)))

@@ -34,7 +34,7 @@ def test_layers_of_many_families(name: str, implementation: str, specs: dict[str
 
 
 def test_stacks_have_every_two_features_that_a_family_has(specs: dict[str, ModelSpec]) -> None:
-    """`python tests/models/cases/choose_stacks.py` chooses the layers anew."""
+    """`python tests/models/cases/choose_stacks.py` chooses the layers again."""
     done = set[Pair]().union(*(pairs_of(stack.spec(specs)) for stack in STACKS.values()))
     lacking = {name: sorted(found) for name, spec in specs.items() if (found := pairs_of(spec) - done)}
     assert not lacking, "\n".join(f"{name}: {found}" for name, found in lacking.items())

@@ -128,7 +128,7 @@ class Inputs:
         )
 
     def cut(self, pieces: int, rows: int | None = None) -> WorkList | None:
-        """Return the work list of the first `rows` sequences, each in so many pieces."""
+        """Return the work list of the first `rows` sequences, with each cut into `pieces` pieces."""
         return cut_evenly(self.kv_lens[:rows], pieces)
 
     def planned(self, bench: Bench) -> WorkList:

@@ -1,6 +1,6 @@
-"""Choose the layers of the models in `stacks.py` and write them: PYTHONPATH=.. python models/cases/choose_stacks.py.
+"""Choose the layers of the models in `stacks.py` and write them.
 
-Run it in the folder `tests`.
+    python tests/models/cases/choose_stacks.py
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class Fails(LogitsProcessor):
 
 
 class KnowsSequences(Fails):
-    """Raises unless it was told of every sequence of the batch."""
+    """Raises if `update_state` did not report every sequence of the batch."""
 
     told = 0
 

@@ -1,4 +1,4 @@
-"""What the backend knows of every kind of mixer, by kind: whoever needs a fact of a mixer asks `ops_of`."""
+"""The registry of mixers: `ops_of` returns what the backend knows of a mixer's kind."""
 
 from __future__ import annotations
 
