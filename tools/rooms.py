@@ -38,9 +38,10 @@ SCHEMES: Final = ("Float8", "Int8", "Int4", "Mxfp4", "Nvfp4", "Codes4", "Blocks"
 
 def names_of(tree: ast.Module) -> set[str]:
     """Return the identifiers, imported names and strings of a module, docstrings apart."""
-    documented = {id(text) for node in ast.walk(tree) for text in _docstrings(node)}
+    nodes = list(ast.walk(tree))
+    documented = {id(text) for node in nodes for text in _docstrings(node)}
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) | ast.keyword(arg=str(name)):
                 names.add(name)
@@ -83,9 +84,8 @@ def mixers(tree: Tree) -> list[str]:
     return parts
 
 
-def outside_rooms(tree: Tree) -> dict[str, list[str]]:
-    """Mixer -> the files outside its rooms that name it."""
-    files = files_by_name(tree)
+def outside_rooms(tree: Tree, files: Mapping[str, set[str]]) -> dict[str, list[str]]:
+    """Mixer -> the files outside its rooms that name it. `files`: name -> the product files that have it."""
     return {
         mixer: [path for path in sorted(files[mixer]) if not path.startswith(MIXER_ROOMS)] for mixer in mixers(tree)
     }
@@ -113,7 +113,7 @@ def main() -> int:
     args = parser.parse_args()
     tree = Tree(ROOT)
     files = files_by_name(tree)
-    for mixer, paths in outside_rooms(tree).items():
+    for mixer, paths in outside_rooms(tree, files).items():
         print(f"{mixer}: {len(files[mixer])} files, {len(paths)} outside its rooms")
         if args.list:
             print(*(f"    {path}" for path in paths), sep="\n")

@@ -107,13 +107,12 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
     if config.load.load_format == "dummy":
         return dummy_weights(shapes, config.model.seed, resolved.dtype, resolved.schemes)
     quantization = resolved.quantization
-    stored = _stored(config, checkpoint)
     family = checkpoint.family(resolved.family)
-    tensors = stored
+    tensors = _stored(config, checkpoint)
     kv_scales: Scales = {}
     if quantization is not None:
         # As a folder's are, before they are joined.
-        dense = cast(Iterator[NamedTensor], without_kv_scales(stored, kv_scales))
+        dense = cast(Iterator[NamedTensor], without_kv_scales(tensors, kv_scales))
         pieces = partial(quantised_pieces, family.rules)
         tensors = join_scales(dense, quantization, pieces, checkpoint.names)
     tensors = tensors if modules is None else chain(tensors, module_tensors(modules))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 from rooms import SCHEMES, files_by_name, metric_names, mixers, outside_rooms
 from structure import ROOT, Tree
@@ -28,24 +30,27 @@ def tree() -> Tree:
     return Tree(ROOT)
 
 
-def test_mixers_are_named_in_their_rooms_alone(tree: Tree) -> None:
-    outside = outside_rooms(tree)
+@pytest.fixture(scope="module")
+def files(tree: Tree) -> Mapping[str, set[str]]:
+    return files_by_name(tree)
+
+
+def test_mixers_are_named_in_their_rooms_alone(tree: Tree, files: Mapping[str, set[str]]) -> None:
+    outside = outside_rooms(tree, files)
     assert len(outside) == 8
-    assert {mixer: tuple(files) for mixer, files in outside.items() if files} == OUTSIDE
+    assert {mixer: tuple(paths) for mixer, paths in outside.items() if paths} == OUTSIDE
 
 
 def test_every_mixer_has_a_file_of_its_own(tree: Tree) -> None:
-    files = [file for mixer in mixers(tree) for file in tree.classes[mixer] if file.startswith("common/models/mixers/")]
-    assert len(files) == len(set(files)) == len(mixers(tree))
+    paths = [path for mixer in mixers(tree) for path in tree.classes[mixer] if path.startswith("common/models/mixers/")]
+    assert len(paths) == len(set(paths)) == len(mixers(tree))
 
 
-def test_schemes_are_named_in_few_files(tree: Tree) -> None:
-    files = files_by_name(tree)
+def test_schemes_are_named_in_few_files(files: Mapping[str, set[str]]) -> None:
     assert {scheme: len(files[scheme]) for scheme in SCHEMES} == FILES_OF_SCHEMES
 
 
-def test_a_metric_is_named_in_few_files(tree: Tree) -> None:
-    files = files_by_name(tree)
+def test_a_metric_is_named_in_few_files(files: Mapping[str, set[str]]) -> None:
     names = metric_names(files)
     assert len(names) > 40
     assert {name: files[name] for name in names if len(files[name]) > FILES_OF_A_METRIC} == {}

@@ -1,6 +1,6 @@
 """Choose the layers of the models in `stacks.py` and write them.
 
-    python tests/models/cases/choose_stacks.py
+python tests/models/cases/choose_stacks.py
 """
 
 from __future__ import annotations

@@ -70,37 +70,22 @@ class RopeCache:
         own_values = 0 if values_are_keys and value_dim == head_dim else kv_heads * value_dim
         self._width = (heads + kv_heads) * head_dim + own_values
         self._dtype = keys.dtype
-        self._run: Callable[[Tensor, Tensor, Tensor], Tensor]
+        bind: Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor]] = partial(partial, rope_and_cache_reference)
         if use_kernel:
-            self._run = kernel.RopeCacheLaunch(
-                keys=keys,
-                values=values,
-                heads=heads,
-                kv_heads=kv_heads,
-                cos_sin=cos_sin,
-                q_norm=q_norm,
-                k_norm=k_norm,
-                v_norm=v_norm,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                values_are_keys=values_are_keys,
-                chip=chip,
-            )
-        else:
-            self._run = partial(
-                rope_and_cache_reference,
-                keys=keys,
-                values=values,
-                heads=heads,
-                kv_heads=kv_heads,
-                cos_sin=cos_sin,
-                q_norm=q_norm,
-                k_norm=k_norm,
-                v_norm=v_norm,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                values_are_keys=values_are_keys,
-            )
+            bind = partial(kernel.RopeCacheLaunch, chip=chip)
+        self._run = bind(
+            keys=keys,
+            values=values,
+            heads=heads,
+            kv_heads=kv_heads,
+            cos_sin=cos_sin,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            v_norm=v_norm,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            values_are_keys=values_are_keys,
+        )
 
     def __call__(self, qkv: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """qkv [T, (N+K)*H + K*V], any row stride: heads of q, then k, then v; with `values_are_keys` [T, (N+K)*H].
