@@ -15,7 +15,6 @@ from pagoda.backends.torch_cuda.kernels.recurrent.gated_delta.kernel import (
     CONVOLVE_WARPS,
     CONVOLVED,
     PREPARE_WARPS,
-    SCAN_STAGES,
     SCAN_VALUES,
     SOLVE_WARPS,
     STEP_VALUES,
@@ -24,6 +23,7 @@ from pagoda.backends.torch_cuda.kernels.recurrent.gated_delta.kernel import (
     precision,
     prepare,
     scan,
+    scan_stages,
     scan_warps,
     score,
     shape_constants,
@@ -74,4 +74,4 @@ def _of_model(spec: GatedDelta, dtype: torch.dtype, chip: Chip) -> Iterator[tupl
     yield "solve", build(solve, SOLVE_WARPS, 3, PRECISION=precision(dtype))
     yield "prepare", build(prepare, PREPARE_WARPS, 3)
     yield "score", build(score, PREPARE_WARPS, 3)
-    yield "scan", build(scan, scan_warps(chip), SCAN_STAGES, BLOCK_V=SCAN_VALUES)
+    yield "scan", build(scan, scan_warps(chip), scan_stages(dtype), BLOCK_V=SCAN_VALUES)

@@ -13,7 +13,6 @@ import torch
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
 from pagoda.backends.torch_cuda.kernels.recurrent.chunks import PER_STEP
 from pagoda.backends.torch_cuda.kernels.recurrent.linear_scan.kernel import (
-    SCAN_STAGES,
     SCAN_WARPS,
     SCORE_WARPS,
     STEP_VALUES,
@@ -23,6 +22,7 @@ from pagoda.backends.torch_cuda.kernels.recurrent.linear_scan.kernel import (
     lightning_shape,
     mamba2_shape,
     scan,
+    scan_stages,
     scan_values,
     score,
     step,
@@ -68,4 +68,4 @@ def _of_model(shape: ScanShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
 
     yield "step", build(step, STEP_WARPS, BLOCK_V=STEP_VALUES)
     yield "score", build(score, SCORE_WARPS)
-    yield "scan", build(scan, SCAN_WARPS, SCAN_STAGES, BLOCK_V=scan_values(shape))
+    yield "scan", build(scan, SCAN_WARPS, scan_stages(dtype), BLOCK_V=scan_values(shape))
