@@ -259,12 +259,19 @@ def content_format_of(template: str) -> ContentFormat:
     """Return "openai" if the template loops over a message's content, else "string".
 
     The loop may run over `x.content` or `x["content"]`, an alias or slice of it, a list filter of it, or a macro's
-    parameter. Raises jinja2.TemplateSyntaxError.
+    parameter, unless it reads its items as tool calls. Raises jinja2.TemplateSyntaxError.
     """
     tree = parse_template(template)
     aliases = _content_aliases(tree)
-    loops = tree.find_all(nodes.For)
-    return "openai" if any(_is_content(loop.iter, aliases) for loop in loops) else "string"
+    loops = [loop for loop in tree.find_all(nodes.For) if _is_content(loop.iter, aliases)]
+    return "openai" if any(not _reads_calls(loop) for loop in loops) else "string"
+
+
+def _reads_calls(loop: nodes.For) -> bool:
+    """Return whether a loop reads `function` of its items: some templates keep tool calls in the content."""
+    read = {node.attr for node in loop.find_all(nodes.Getattr)}
+    read |= {node.arg.value for node in loop.find_all(nodes.Getitem) if isinstance(node.arg, nodes.Const)}
+    return "function" in read and "type" not in read
 
 
 def _content_aliases(tree: nodes.Template) -> frozenset[str]:

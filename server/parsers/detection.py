@@ -13,8 +13,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pagoda.common.errors import ConfigError, RequestError
-from pagoda.server.parsers.parser import Arguments, Brackets, Content, Event, ReasoningFormat, Tool, ToolCall, ToolFormat
+from pagoda.common.errors import RequestError
+from pagoda.common.text.chat_template import variables_of
+from pagoda.server.parsers.parser import (
+    Arguments,
+    Brackets,
+    Content,
+    Event,
+    ReasoningFormat,
+    Tool,
+    ToolCall,
+    ToolFormat,
+)
 from pagoda.server.parsers.reasoning.formats import TaggedFormat
 from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
 
@@ -85,10 +95,15 @@ class Probe:
         return cls(
             source=source,
             plain=_rendered(render, [question], None, opens=True),
-            with_tools=_rendered(render, [question], [TOOL], opens=True),
+            with_tools=_with_tools(render, question),
             with_call=_rendered(render, [question, call, result], [TOOL], opens=False),
             with_reasoning=_rendered(render, [question, answer], None, opens=False),
         )
+
+    @property
+    def has_switch(self) -> bool:
+        """Whether the template reads a variable that turns reasoning on and off."""
+        return not variables_of(self.source).isdisjoint(_SWITCHES)
 
     @property
     def tools(self) -> TemplateTools:
@@ -118,6 +133,15 @@ def _rendered(render: Render, messages: Sequence[Mapping[str, Any]], tools: Any,
         return ""
 
 
+def _with_tools(render: Render, question: Mapping[str, Any]) -> str:
+    """Return a question with tools; after a system message if the template shows no tools without one."""
+    shown = _rendered(render, [question], [TOOL], opens=True)
+    if TOOL["function"]["name"] in shown:
+        return shown
+    system = {"role": "system", "content": "Call functions where they help."}
+    return _rendered(render, [system, question], [TOOL], opens=True) or shown
+
+
 _MARKUP_ENDS: Final = ">]\n"
 """Characters that end the opening of a turn. What the opening of a new turn and a turn with a call have in common can
 end inside the markup that follows it."""
@@ -138,12 +162,20 @@ def tools_of(probe: Probe, preferred: str = "") -> str:
         left = [count for text in probe.calls if (count := _left_over(format, text)) is not None]
         if left:
             read[names] = (min(left), max(map(_rank, names)))
-    if not read:
-        named = [names for names, format in _distinct(TOOL_FORMATS, tool_format) if _is_named(format, probe.source)]
-        named = [names for names in named if not any(map(_rank, names))]
-        return _chosen(named, preferred) if named and not preferred else preferred
-    least = min(read.values())
-    return _chosen([names for names, left in read.items() if left == least], preferred)
+    if any(preferred in names for names in read):
+        return preferred
+    if read:
+        least = min(read.values())
+        return next(names[0] for names, left in read.items() if left == least)
+    return preferred or _named(probe)
+
+
+def _named(probe: Probe) -> str:
+    """Return the first format whose beginning of a call stands in the template; "" if there is none."""
+    for names, format in _distinct(TOOL_FORMATS, tool_format):
+        if _is_named(format, probe.source) and not any(map(_rank, names)):
+            return names[0]
+    return ""
 
 
 _GENERAL: Final = ("mimo", "llama3_json", "pythonic", "llama4_pythonic", "xlam", "granite", "phi4_mini_json")
@@ -184,12 +216,6 @@ def _is_the_call(events: Iterable[Event]) -> bool:
     return isinstance(arguments, dict) and {key: str(value) for key, value in arguments.items()} == {"days": str(_DAYS)}
 
 
-def _chosen(formats: Sequence[tuple[str, ...]], preferred: str) -> str:
-    """Return the preferred name if one of these formats has it, else the first format's own name."""
-    names = [name for names in formats for name in names]
-    return preferred if preferred in names else names[0]
-
-
 def _distinct(table: Mapping[str, tuple[str, str]], load: Callable[[str], Any]) -> list[tuple[tuple[str, ...], Any]]:
     """Return the built-in formats, each with all of its names."""
     names: dict[int, list[str]] = {}
@@ -220,10 +246,10 @@ def reasoning_of(probe: Probe, preferred: str = "") -> str:
         fit = None if _BY_FLAG.intersection(names) else _fit(format, probe)
         if fit is not None:
             fitting[names] = fit
-    if not fitting:
-        return ""
-    best = min(fitting.values())
-    return _chosen([names for names, fit in fitting.items() if fit == best], preferred)
+    if any(preferred in names for names in fitting):
+        return preferred
+    best = min(fitting.values(), default=None)
+    return next((names[0] for names, fit in fitting.items() if fit == best), "")
 
 
 def _fit(format: ReasoningFormat, probe: Probe) -> tuple[int, ...] | None:
@@ -239,4 +265,12 @@ def _fit(format: ReasoningFormat, probe: Probe) -> tuple[int, ...] | None:
     if format.content_tags is not None and not tagged:
         return None
     opens = any(start in probe.source for start in format.starts)
-    return (not tagged, opened[0], format.starts_thinking == opens)
+    always = not probe.has_switch and format.turn_starts[:1] != _COMMON_TURN
+    return (not tagged, opened[0], format.starts_thinking != always, not opens)
+
+
+_COMMON_TURN: Final = ("<|im_start|>assistant",)
+"""The opening of ChatML, which tells nothing about the model."""
+
+_SWITCHES: Final = ("thinking", "enable_thinking", "think")
+"""Variables of templates that turn reasoning on and off. A model whose template has none always reasons."""
