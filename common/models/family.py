@@ -145,10 +145,15 @@ def decoder_pooler(config: HfConfig, use: PoolUse) -> Pooler:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the models of a family mark up their answers; empty: as the flags say."""
+    """How the models of a family mark up their answers; empty: their chat template tells.
 
-    reasoning: str = ""  # --reasoning-parser, unless it is given
-    tools: str = ""  # --tool-call-parser, unless it is given; then without --enable-auto-tool-choice
+    The names are those of --reasoning-parser and --tool-call-parser. They decide where a chat template does not show
+    how the model writes calls, or shows what several formats read; with `fixed`, whatever the template shows.
+    """
+
+    reasoning: str = ""
+    tools: str = ""
+    fixed: bool = False
     ends: tuple[str, ...] = ()  # texts of tokens that end an answer, besides those that the checkpoint names
 
 

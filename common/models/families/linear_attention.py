@@ -45,6 +45,7 @@ from pagoda.common.models.family import (
     MLP_RULES,
     PRE_NORM_RULES,
     QK_NORM_RULES,
+    AnswerFormat,
     Family,
     Rename,
     Reshape,
@@ -734,5 +735,5 @@ LFM2_RULES = (
     *expert_rules(f"{_LAYER}.feed_forward.experts", "w1", "w3", "w2"),
 )
 
-LFM2 = Family(_lfm2, LFM2_RULES)
-LFM2_MOE = Family(_lfm2_moe, LFM2_RULES)
+LFM2 = Family(_lfm2, LFM2_RULES, answers=AnswerFormat(tools="lfm2"))
+LFM2_MOE = Family(_lfm2_moe, LFM2_RULES, answers=AnswerFormat(tools="lfm2"))

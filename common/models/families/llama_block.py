@@ -41,6 +41,7 @@ from pagoda.common.models.family import (
     MLP_RULES,
     PRE_NORM_RULES,
     QK_NORM_RULES,
+    AnswerFormat,
     Family,
     Rename,
     Shift,
@@ -366,7 +367,7 @@ POST_NORM_RULES = (
     Rename("[model.]layers.{l}.post_norm2.weight", "layers.{l}.norms.after_ffn"),
 )
 
-GRANITE = Family(_granite, LLAMA_RULES)
+GRANITE = Family(_granite, LLAMA_RULES, answers=AnswerFormat(tools="granite"))
 HYPERCLOVAX = Family(_hyperclovax, (*LLAMA_RULES, *POST_NORM_RULES))
 
 

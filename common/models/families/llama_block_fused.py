@@ -23,6 +23,7 @@ from pagoda.common.models.family import (
     EMBED_RULES,
     MLP_RULES,
     PRE_NORM_RULES,
+    AnswerFormat,
     Family,
     Normalise,
     PoolUse,
@@ -278,7 +279,7 @@ _GLM_RULES = (
     *linear("[model.]layers.{l}.mlp.down_proj", "layers.{l}.ffn.down"),
 )
 
-GLM = Family(_glm, _GLM_RULES)
+GLM = Family(_glm, _GLM_RULES, answers=AnswerFormat(tools="glm45"))
 GLM4 = Family(
     _glm4,
     (
@@ -363,4 +364,5 @@ PHI3 = Family(
         *fused_linear("model.layers.{l}.mlp.gate_up_proj", "layers.{l}.ffn.gate", "layers.{l}.ffn.up"),
         *linear("model.layers.{l}.mlp.down_proj", "layers.{l}.ffn.down"),
     ),
+    answers=AnswerFormat(tools="phi4_mini_json"),
 )

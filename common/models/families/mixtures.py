@@ -479,6 +479,7 @@ HUNYUAN_MOE = Family(
         *expert_rules(f"{_HUNYUAN_SOURCE}.experts"),
         *shared_rules(f"{_HUNYUAN_SOURCE}.shared_mlp"),
     ),
+    answers=AnswerFormat(tools="hunyuan_a13b", reasoning="hunyuan_a13b"),
 )
 
 
@@ -585,7 +586,7 @@ GPT_OSS = Family(
         Rename(f"{_GPT_OSS_SOURCE}.down_proj_blocks", f"{FFN}.experts.down"),
         Rename(f"{_GPT_OSS_SOURCE}.down_proj_bias", f"{FFN}.experts.down_bias"),
     ),
-    answers=AnswerFormat("openai_gptoss", "openai", ("<|return|>", "<|call|>")),
+    answers=AnswerFormat(reasoning="openai_gptoss", tools="openai", fixed=True, ends=("<|return|>", "<|call|>")),
 )
 
 
@@ -666,4 +667,5 @@ LLAMA4 = Family(
         *fused_expert_rules(f"{_LLAMA4_SOURCE}.experts"),
         *shared_rules(f"{_LLAMA4_SOURCE}.shared_expert"),
     ),
+    answers=AnswerFormat(tools="llama4_pythonic"),
 )

@@ -47,6 +47,7 @@ from pagoda.common.models.family import (
     MLP_RULES,
     PRE_NORM_RULES,
     QK_NORM_RULES,
+    AnswerFormat,
     Family,
     Normalise,
     Rename,
@@ -713,4 +714,5 @@ STEP3P5 = Family(
     ),
     # layers after Step-3.5-Flash's last one, which only propose drafts
     ignored=("*.rotary_emb.inv_freq", "lm_head.weight", *(f"model.layers.{layer}.*" for layer in (45, 46, 47))),
+    answers=AnswerFormat(tools="step3p5", reasoning="step3p5"),
 )

@@ -28,6 +28,7 @@ from pagoda.common.models.families.mixtures import GRANITE_MOE_RULES
 from pagoda.common.models.family import (
     ATTENTION_RULES,
     EMBED_RULES,
+    AnswerFormat,
     Family,
     Rename,
     Rule,
@@ -422,6 +423,7 @@ GRANITE_HYBRID = Family(
         Rename(f"{_GRANITE4_SHARED}.output_linear.weight", f"{FFN}.down"),
         *mamba2_rules("[model.]layers.{l}.mamba"),
     ),
+    answers=AnswerFormat(tools="granite4"),
 )
 
 
