@@ -54,6 +54,8 @@ from pagoda.server.core_client.ipc_messages import (
 )
 from pagoda.server.llm_engine import check_stat_loggers, log_engine_stats, open_tracer
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
+from pagoda.server.parsers.parser import ReasoningFormat
+from pagoda.server.parsers.registry import check_format_is_named
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
 from pagoda.server.processing.inputs import (
     ALONE,
@@ -190,7 +192,9 @@ class AsyncLLM(ExplainsMissingMethods):
         stat_loggers: Sequence[object] | None = None,
     ) -> Self:
         """Start an engine and wait until it is warm. Raises ConfigError, ModelError or WeightError."""
-        return cls(engine_args.create_engine_config(), stat_loggers=stat_loggers)
+        config = engine_args.create_engine_config()
+        check_format_is_named(config)
+        return cls(config, stat_loggers=stat_loggers)
 
     @classmethod
     def from_vllm_config(
@@ -283,6 +287,10 @@ class AsyncLLM(ExplainsMissingMethods):
     def dead_error(self) -> EngineDeadError:
         """Why the engine died."""
         return self._engine.dead or EngineDeadError("the engine is alive")
+
+    def read_reasoning_as(self, format: ReasoningFormat | None) -> None:
+        """Take the reasoning of later requests to have this format. None: there is no reasoning."""
+        self._ready().inputs.processor.read_reasoning_as(format)
 
     @property
     def templates(self) -> TemplateRenderer:

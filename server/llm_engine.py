@@ -28,6 +28,7 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.core_client import check_first_host, check_one_engine
 from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
+from pagoda.server.parsers.registry import check_format_is_named
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
 from pagoda.server.processing.inputs import (
     InputProcessor,
@@ -85,6 +86,7 @@ class LLMEngine(ExplainsMissingMethods):
         configure_unless_done(config.logging)
         check_first_host(config)
         check_one_engine(config)
+        check_format_is_named(config)
         self.config = config
         with ThreadPoolExecutor(1, "pagoda-tokenizer") as executor:
             opening = executor.submit(open_text, config)

@@ -117,6 +117,11 @@ def read_chat_template(value: str | None) -> str | None:
         ) from None
 
 
+def built_in_template(name: str) -> str:
+    """Return one of BUILT_IN_TEMPLATES."""
+    return BUILT_IN_TEMPLATES[name].read_text(encoding="utf-8")
+
+
 def template_of(tokenizer: Tokenizer, template: str | None, *, with_tools: bool) -> str | None:
     """Return `template`, else the model's template; `with_tools` prefers its "tool_use" template."""
     if template is not None:

@@ -19,6 +19,7 @@ from pagoda.common.errors import PromptTooLongError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagoda.common.text.chat_template import Messages, RenderedChat, render_chat, render_literal, template_of
 from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.http.answer_formats import NOT_SHOWN
 from pagoda.server.http.body import Ignored
 from pagoda.server.http.state import ServerState
 from pagoda.server.parsers.output_parser import OutputParser
@@ -92,13 +93,13 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     if tools:
         params = _add_grammar(state, params, conversation, tools)
     variables = await _variables_of(state, conversation)
+    _check_shown(state, conversation, variables)
     ignored = (
-        *_ignored_tools(state, conversation, variables),
         *_ignored_effort(state, conversation, variables),
         *_ignored_documents(state, conversation, variables),
     )
     if conversation.reasoning_budget is not None:
-        if state.reasoning_format is None:
+        if state.formats.reasoning is None:
             ignored += (_ignored_budget(),)
         else:
             params = _with_values(params, thinking_token_budget=conversation.reasoning_budget)
@@ -108,7 +109,7 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
         conversation = replace(conversation, documents=None)
     rendered, token_ids = await _render_text(state, conversation, params)
     text = rendered.text
-    formats = _OutputFormats(state.reasoning_format, _format_of_calls(state, conversation) if tools else None)
+    formats = _OutputFormats(state.formats.reasoning, _format_of_calls(state, conversation) if tools else None)
     formats, params = _for_plugins(formats, state, conversation, params)
     parsers = _parsers(formats, conversation, tools, text)
     reader: Callable[[], OutputReader] = PlainReader
@@ -237,7 +238,7 @@ def _render_messages(
     """Return the text of a conversation with these messages and documents instead of its own."""
     tools = _shown_tools(state, conversation)
     messages = [_with_reasoning(message) for message in messages]
-    reasoning = state.reasoning_format
+    reasoning = state.formats.reasoning
     if reasoning is not None and isinstance(reasoning, AdaptsConversation):
         messages, tools = reasoning.adapted(messages, tools)
     keywords = {
@@ -275,8 +276,9 @@ def _lane(conversation: Conversation) -> Lane:
 
 
 def _template_of(tokenizer: Tokenizer, conversation: Conversation, state: ServerState) -> str | None:
-    source = conversation.template or state.chat_template
-    return template_of(tokenizer, source, with_tools=bool(_shown_tools(state, conversation)))
+    tools = bool(_shown_tools(state, conversation))
+    source = conversation.template or (state.formats.tools_template if tools else None) or state.chat_template
+    return template_of(tokenizer, source, with_tools=tools)
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -308,21 +310,17 @@ async def _variables_of(state: ServerState, conversation: Conversation) -> froze
     return await asyncio.wrap_future(state.engine.templates.variables_of(template, lane=lane))
 
 
-def _ignored_tools(state: ServerState, conversation: Conversation, variables: frozenset[str]) -> tuple[Ignored, ...]:
-    """Return the tools that the model may call as an ignored hint if the chat template does not show them."""
+def _check_shown(state: ServerState, conversation: Conversation, variables: frozenset[str]) -> None:
+    """Raise RequestError if the chat template does not show the model the tools that it may call."""
     tools: Sequence[Any] = conversation.tools if conversation.tool_choice == "auto" else ()
     if not tools or state.tokenizer() is None:
-        return ()
-    reasoning = state.reasoning_format
+        return
+    reasoning = state.formats.reasoning
     if reasoning is not None and isinstance(reasoning, AdaptsConversation):
         _, tools = reasoning.adapted((), tools)
-    if not tools or "tools" in variables:
-        return ()
-    reason = (
-        "tools are not shown to the model by its chat template; leave them out, or serve it with a --chat-template "
-        "that shows them (chatml_tools for ChatML models)"
-    )
-    return (Ignored("tools", "hint", reason),)
+    shown = state.formats.shows_tools if conversation.template is None else "tools" in variables
+    if tools and not shown:
+        raise RequestError("tools", NOT_SHOWN)
 
 
 def _ignored_documents(
@@ -348,7 +346,7 @@ def _ignored_effort(state: ServerState, conversation: Conversation, variables: f
     effort = conversation.reasoning_effort
     if effort is None or state.tokenizer() is None:
         return ()
-    needs_no_effect = effort == "none" and state.reasoning_format is None  # the model does not reason
+    needs_no_effect = effort == "none" and state.formats.reasoning is None  # the model does not reason
     if needs_no_effect or _effort_variables(effort, variables):
         return ()
     reason = (
@@ -386,7 +384,7 @@ def _reader(
     state: ServerState, parsers: list[Callable[[], Parser]], params: SamplingParams, *, parallel: bool
 ) -> Callable[[], OutputParser]:
     hidden = state.special_delimiters if params.skip_special_tokens else None
-    count = None if state.reasoning_format is None else partial(_count_tokens, state)
+    count = None if state.formats.reasoning is None else partial(_count_tokens, state)
     return lambda: OutputParser([parser() for parser in parsers], hidden=hidden, parallel_calls=parallel, count=count)
 
 
@@ -471,7 +469,7 @@ def _format_of_calls(state: ServerState, conversation: Conversation) -> ToolForm
         case "required":
             return Required()
         case _:
-            return state.tool_format
+            return state.formats.tools
 
 
 # Tools.
@@ -544,11 +542,12 @@ def _callable_tools(state: ServerState, conversation: Conversation) -> list[Tool
     if choice == "none":
         return []
     if choice == "auto":
-        if tools and (state.tool_format is None or not state.auto_tool_choice):
+        if tools and (state.formats.tools is None or not state.formats.may_choose):
             raise RequestError(
                 "tool_choice",
-                'tool_choice "auto" needs a server with --enable-auto-tool-choice and --tool-call-parser; '
-                'use "required", or name one tool',
+                'tool_choice "auto" needs a format of tool calls, which the chat template does not show or a flag '
+                'switched off; use "required", name one tool, or serve the model with --enable-auto-tool-choice and '
+                "--tool-call-parser",
             )
         return tools
     if not tools:
@@ -576,14 +575,14 @@ def _add_grammar(
     choice = conversation.tool_choice
     parallel = conversation.parallel_tool_calls
     if structured is None and choice == "auto":
-        strict = None if state.tool_format is None else strict_calls(state.tool_format, tools, parallel=parallel)
+        strict = None if state.formats.tools is None else strict_calls(state.formats.tools, tools, parallel=parallel)
         return params if strict is None else _with_values(params, structured_outputs=strict)
     if structured is None or choice != "auto":  # a required call leaves no text to constrain
         schema = schema_of_named(tools[0]) if choice != "required" else schema_of_required(tools, parallel=parallel)
         return _with_values(params, structured_outputs=StructuredOutputsParams(json=schema))
     grammar = None
-    if state.tool_format is not None:
-        grammar = output_or_calls(structured, state.tool_format, tools, state.special_texts, parallel=parallel)
+    if state.formats.tools is not None:
+        grammar = output_or_calls(structured, state.formats.tools, tools, state.special_texts, parallel=parallel)
     if grammar is None:
         raise RequestError(
             "structured_outputs",

@@ -29,13 +29,13 @@ from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.core_client.client import QueueLimits
 from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.http.adapters import ServedAdapters
+from pagoda.server.http.answer_formats import AnswerFormats, answer_formats
 from pagoda.server.http.errors import ModelNotFoundError, UnavailableError
 from pagoda.server.http.peers import ApiPeers, PeerReport
 from pagoda.server.http.stores.conversations import ConversationStore
 from pagoda.server.http.stores.files import FileStore
 from pagoda.server.http.stores.responses import ResponseStore
-from pagoda.server.parsers.parser import DelimiterSet, ReasoningFormat, ToolFormat
-from pagoda.server.parsers.registry import reasoning_format, tool_format
+from pagoda.server.parsers.parser import DelimiterSet
 
 logger = logging.getLogger(__name__)
 
@@ -132,23 +132,11 @@ class ServerState:
         return None if self._llm.config.model.skip_tokenizer_init else self._llm.text
 
     @cached_property
-    def tool_format(self) -> ToolFormat | None:
-        """The format of --tool-call-parser, by default the model's."""
-        name = self.config.tool_call_parser or self._llm.info.answers.tools
-        return tool_format(name, self.config.tool_parser_plugin, self.tokenizer()) if name else None
-
-    @property
-    def auto_tool_choice(self) -> bool:
-        """Whether the model may choose to call tools: by --enable-auto-tool-choice, or in its own format."""
-        own = not self.config.tool_call_parser and bool(self._llm.info.answers.tools)
-        return self.config.enable_auto_tool_choice or own
-
-    @cached_property
-    def reasoning_format(self) -> ReasoningFormat | None:
-        """The format of --reasoning-parser, by default the model's."""
-        config = self._llm.config.structured_outputs
-        name = config.reasoning_parser or self._llm.info.answers.reasoning
-        return reasoning_format(name, config.reasoning_parser_plugin, self.tokenizer()) if name else None
+    def formats(self) -> AnswerFormats:
+        """How the model writes tool calls and reasoning. Found at the start, see `wait_until_ready`."""
+        llm = self._llm
+        structured = llm.config.structured_outputs
+        return answer_formats(self.config, structured, llm.info.answers, self.tokenizer(), llm.templates)
 
     @cached_property
     def special_texts(self) -> frozenset[str]:
@@ -214,6 +202,8 @@ class ServerState:
         tokenizer = self.tokenizer()
         if tokenizer is not None:
             await asyncio.to_thread(self._llm.templates.start, self.chat_template or tokenizer.chat_template)
+        formats = await asyncio.to_thread(lambda: self.formats)
+        self._llm.read_reasoning_as(formats.reasoning)
         self._llm.limit_queue(queue_limits(self._llm.config, info, len(set(self.config.api_key))))
         await self.adapters.load_modules()
         self.metrics.set_cache_info(cache_labels(self._llm.config, info))

@@ -18,6 +18,12 @@ from pagoda.server.parsers.parser import ReasoningFormat, ToolFormat
 if TYPE_CHECKING:  # the help of `serve` lists the formats, and tokenizers take time to import
     from pagoda.common.text.tokenizer import Tokenizer
 
+AUTO: Final = "auto"
+"""Value of --tool-call-parser and --reasoning-parser, and their default in `serve`: as the chat template shows."""
+
+NONE: Final = "none"
+"""Value of these flags: calls and reasoning stay in the text."""
+
 TOOL_FORMATS: Final[dict[str, tuple[str, str]]] = {
     "apertus": ("json_calls", "APERTUS"),
     "cohere_command3": ("tagged_json", "COMMAND"),
@@ -129,11 +135,17 @@ def reasoning_format(name: str, plugin: str = "", tokenizer: Tokenizer | None = 
 
 def check_formats(engine: EngineConfig, server: ServerConfig) -> None:
     """Raise ConfigError if a configured tool or reasoning format is unknown."""
-    if server.tool_call_parser:
-        tool_format(server.tool_call_parser, server.tool_parser_plugin)
+    if server.tool_call_parser not in (None, "", AUTO, NONE):
+        tool_format(str(server.tool_call_parser), server.tool_parser_plugin)
     reasoning = engine.structured_outputs
-    if reasoning.reasoning_parser:
+    if reasoning.reasoning_parser not in ("", AUTO, NONE):
         reasoning_format(reasoning.reasoning_parser, reasoning.reasoning_parser_plugin)
+
+
+def check_format_is_named(engine: EngineConfig) -> None:
+    """Raise ConfigError if the format of reasoning is to be found from the template, which only the server does."""
+    if engine.structured_outputs.reasoning_parser == AUTO:
+        raise ConfigError("--reasoning-parser", "auto is for `pagoda serve`; name the format, or drop it")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from pagoda.common.engine.structured_output.grammar import (
 )
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.common.errors import RequestError
+from pagoda.common.models.family import AnswerFormat
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.request_bounds import MAX_GRAMMAR_CHARACTERS, MAX_SALT_CHARACTERS
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
@@ -42,7 +43,7 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.core_client.client import Load
 from pagoda.server.core_client.ipc_messages import EncoderInfo, EngineInfo, PoolingInfo
 from pagoda.server.parsers.parser import ReasoningFormat
-from pagoda.server.parsers.registry import reasoning_format
+from pagoda.server.parsers.registry import AUTO, NONE, reasoning_format
 from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
@@ -237,8 +238,9 @@ class InputProcessor:
         self.templates = TemplateRenderer()
         self._info = info
         self._max_cost = max_cost
-        self._constraints = OutputConstraints(structured, tokenizer, info.answers.reasoning)
         self._tokenizer = tokenizer
+        self._structured = structured
+        self.read_reasoning_as(_reasoning_format(structured, info.answers, tokenizer))
         self._max_output: int | None = info.sampling_defaults.get("max_tokens")  # cap of the generation config
         self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, info.vocab_size)
         self._read_arguments = read_arguments(config)
@@ -252,6 +254,10 @@ class InputProcessor:
         self._main_eos = frozenset() if main is None else frozenset({main})
         ends = () if tokenizer is None else map(tokenizer.backend.token_to_id, info.answers.ends)
         self._all_eos = self._main_eos | {*info.eos_token_ids, *(token for token in ends if token is not None)}
+
+    def read_reasoning_as(self, format: ReasoningFormat | None) -> None:
+        """Take the reasoning of later requests to have this format. None: there is no reasoning."""
+        self._constraints = OutputConstraints(self._structured, self._tokenizer, format)
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -768,17 +774,26 @@ def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list
 # The grammar that constrains the output, and the reasoning that may precede it.
 
 
-class OutputConstraints:
-    """Builds grammars and reasoning constraints for one model. Raises ConfigError for an unknown reasoning parser."""
+def _reasoning_format(
+    config: StructuredOutputsConfig, answers: AnswerFormat, tokenizer: Tokenizer | None
+) -> ReasoningFormat | None:
+    """Return the format of --reasoning-parser, else the family's fixed one. Raise ConfigError for an unknown one."""
+    name = config.reasoning_parser
+    if name in ("", AUTO):
+        name = answers.reasoning if answers.fixed else ""
+    return reasoning_format(name, config.reasoning_parser_plugin, tokenizer) if name not in ("", NONE) else None
 
-    def __init__(self, config: StructuredOutputsConfig, tokenizer: Tokenizer | None, reasoning: str = "") -> None:
-        """`reasoning`: the parser of the model's format, without --reasoning-parser."""
+
+class OutputConstraints:
+    """Builds grammars and reasoning constraints for one model."""
+
+    def __init__(
+        self, config: StructuredOutputsConfig, tokenizer: Tokenizer | None, format: ReasoningFormat | None = None
+    ) -> None:
+        """`format`: of the model's reasoning; None: it has none."""
         self._config = config
         self._tokenizer = tokenizer
-        name = config.reasoning_parser or reasoning
-        self._format: ReasoningFormat | None = None
-        if name:
-            self._format = reasoning_format(name, config.reasoning_parser_plugin, tokenizer)
+        self._format = format
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
         """Return the grammar of the output; None: unconstrained. Raises RequestError."""

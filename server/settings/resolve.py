@@ -545,8 +545,8 @@ def runner_rows(runner: PoolingRunner | None) -> Iterator[ResolvedRow]:
 
 
 def answer_rows(config: EngineConfig, family: Family | None) -> Iterator[ResolvedRow]:
-    """Yield the row of --reasoning-parser if it is that of the family."""
-    if family is not None and family.answers.reasoning and not config.structured_outputs.reasoning_parser:
+    """Yield the row of --reasoning-parser if it is fixed by the family."""
+    if family is not None and family.answers.fixed and not config.structured_outputs.reasoning_parser:
         yield ResolvedRow("reasoning_parser", family.answers.reasoning, "model", "the format of the model's answers")
 
 

@@ -131,9 +131,15 @@ class ServerConfig:
         'LoRA adapters to serve, as name=path or JSON: {"name": "a", "path": "/a", "base_model_name": "m"}.',
     )
     enable_auto_tool_choice: bool = option(
-        False, "Enable tool_choice auto: the model decides when to call tools; needs --tool-call-parser."
+        False,
+        "Accept tool_choice auto, so that the model decides when to call tools, with the format that "
+        "--tool-call-parser names. A format found from the chat template accepts it without this flag.",
     )
-    tool_call_parser: str | None = option(None, "Tool call parser: the format of the model's tool calls.")
+    tool_call_parser: str | None = option(
+        None,
+        "Tool call parser: the format of the model's tool calls. auto, the default: found from the chat template. "
+        "none: calls stay in the text.",
+    )
     tool_parser_plugin: str = option("", "File or module that defines tool call parsers in a dictionary TOOL_FORMATS.")
     tool_server: str | None = option(
         None,
@@ -211,9 +217,9 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_port(self.port)
-        if self.enable_auto_tool_choice and not self.tool_call_parser:
-            raise ConfigError("--enable-auto-tool-choice", "needs --tool-call-parser")
-        if self.tool_parser_plugin and not self.tool_call_parser:
+        if self.enable_auto_tool_choice and self.tool_call_parser == "none":
+            raise ConfigError("--enable-auto-tool-choice", "needs a --tool-call-parser; drop it, or none")
+        if self.tool_parser_plugin and self.tool_call_parser in (None, "auto", "none"):
             raise ConfigError("--tool-parser-plugin", "needs --tool-call-parser; name one of the plugin's formats")
         if any(not key for key in self.api_key):
             raise ConfigError("--api-key", "keys must not be empty")

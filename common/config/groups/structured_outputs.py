@@ -27,7 +27,11 @@ _TEXTS: Final = ("reasoning_parser", "reasoning_parser_plugin")
 class StructuredOutputsConfig:
     """Structured output and reasoning parsers."""
 
-    reasoning_parser: str = option("", "Reasoning parser: the model's reasoning (chain-of-thought) output format.")
+    reasoning_parser: str = option(
+        "",
+        "Reasoning parser: the model's reasoning (chain-of-thought) output format. auto, the default of `serve`: found "
+        "from the chat template. none: reasoning stays in the text.",
+    )
     reasoning_parser_plugin: str = option(
         "", "File or module that defines reasoning parsers in a dictionary REASONING_FORMATS."
     )
@@ -50,7 +54,7 @@ class StructuredOutputsConfig:
 
     def __post_init__(self) -> None:
         self._check_reasoning()
-        if self.reasoning_parser_plugin and not self.reasoning_parser:
+        if self.reasoning_parser_plugin and self.reasoning_parser in ("", "auto", "none"):
             raise ConfigError("--reasoning-parser-plugin", "needs --reasoning-parser; name one of the plugin's formats")
         settings = self.structured_outputs_config
         known = ("backend", *_SWITCHES, *_TEXTS)

@@ -180,7 +180,7 @@ async def create_message(request: Request) -> Response:
     state = server_of(request)
     body = await read_body(request, AnthropicMessagesRequest, state.config)
     model = await model_of(state, body)
-    thinks = state.reasoning_format is not None
+    thinks = state.formats.reasoning is not None
     params = body.params(state.llm().info.sampling_defaults, thinks=thinks)
     budget = body.budget_without_effect(thinks=thinks)
     if budget and state.config.strict_requests:
@@ -214,7 +214,7 @@ async def render_message(request: Request) -> Response:
     state = server_of(request)
     body = await read_body(request, AnthropicMessagesRequest, state.config)
     model = await model_of(state, body)
-    params = body.params(state.llm().info.sampling_defaults, thinks=state.reasoning_format is not None)
+    params = body.params(state.llm().info.sampling_defaults, thinks=state.formats.reasoning is not None)
     try:
         chat = await prepare(state, replace(body.conversation(), cache_salt=body.cache_salt), params)
         note_ignored(request, chat.ignored, body.own_name)

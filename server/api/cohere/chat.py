@@ -345,7 +345,7 @@ async def cohere_chat(request: Request) -> Response:
     body = await read_body(request, CohereChatRequest, state.config)
     model = await model_of(state, body)
     try:
-        params = body.params(state.llm().info.sampling_defaults, thinks=state.reasoning_format is not None)
+        params = body.params(state.llm().info.sampling_defaults, thinks=state.formats.reasoning is not None)
         chat = await prepare(state, body.conversation(), params)
         note_ignored(request, chat.ignored, body.own_name)
         response_id = f"chat-{uuid.uuid4().hex}"

@@ -18,8 +18,10 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from pagoda.common.config.defaults import ResolvedRow
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.env import ALLOW_RUNTIME_LORA_UPDATING
 from pagoda.common.config.groups.observability import LoggingConfig
@@ -42,7 +44,7 @@ from pagoda.server.core_client import check_start, engine_processes, start_engin
 from pagoda.server.core_client.client import NoEngine
 from pagoda.server.core_client.memory import trim_memory
 from pagoda.server.core_client.process_client import ProcessClient, check_folder
-from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, check_formats
+from pagoda.server.parsers.registry import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS, check_formats
 from pagoda.server.settings.flags import AsyncEngineArgs, FlagParser, add_explain_config, add_settings, resolve_settings
 from pagoda.server.settings.resolve import check_machine
 
@@ -67,7 +69,10 @@ def add_arguments(parser: FlagParser) -> None:
     AsyncEngineArgs.add_cli_args(parser)
     add_explain_config(parser)
     add_settings(parser, SERVER_SETTINGS.values())
-    parser.values = {"tool_call_parser": tuple(TOOL_FORMATS), "reasoning_parser": tuple(REASONING_FORMATS)}
+    parser.values = {
+        "tool_call_parser": (AUTO, NONE, *TOOL_FORMATS),
+        "reasoning_parser": (AUTO, NONE, *REASONING_FORMATS),
+    }
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,7 +138,23 @@ def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
         _remove_socket(config)
         check_start(engine_config, in_process=config.disable_frontend_multiprocessing)
         application(AsyncLLM(engine_config, wait=False, client=NoEngine()), config)
-    return settings, check_engine(engine_processes(engine_config)[0].config, "server", settings.sources)
+    resolved = check_engine(engine_processes(engine_config)[0].config, "server", settings.sources)
+    return settings, replace(resolved, derived=(*resolved.derived, *_format_rows(resolved, config)))
+
+
+def _format_rows(resolved: Resolved, config: ServerConfig) -> tuple[ResolvedRow, ...]:
+    """Return the rows of the formats that are found from the chat template."""
+    from pagoda.common.models.family import AnswerFormat
+    from pagoda.server.http.answer_formats import answer_formats
+    from pagoda.server.processing.workers.worker import TemplateRenderer
+    from pagoda.server.settings.tokenizer import open_tokenizer
+
+    if config.headless or resolved.pooling is not None:
+        return ()
+    hints = AnswerFormat() if resolved.family is None else resolved.family.answers
+    structured = resolved.config.structured_outputs
+    with contextlib.closing(TemplateRenderer()) as renderer:
+        return answer_formats(config, structured, hints, open_tokenizer(resolved.config), renderer).rows
 
 
 def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig, ServerConfig]:
