@@ -44,10 +44,12 @@ def _rows(resolved: Resolved, settings: ResolvedSettings, table: Mapping[str, Se
     """Yield the engine's rows, then the command's other settings; deprecated ones only if given."""
     engine_rows = {row.name: row for row in resolved.rows}
     yield from engine_rows.values()
+    derived = {row.name: row for row in resolved.derived}
     for name, setting in table.items():
         is_set = name in settings.sources
         if name not in engine_rows and (is_set or setting.config is not DeprecatedConfig):
-            yield ResolvedRow(name, settings.values[name], settings.sources.get(name, "default"))
+            default = ResolvedRow(name, settings.values[name], settings.sources.get(name, "default"))
+            yield derived.get(name, default)
 
 
 def table_text(rows: Iterable[ResolvedRow], table: Mapping[str, Setting]) -> str:
