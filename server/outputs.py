@@ -61,17 +61,17 @@ class RequestMetrics:
     @property
     def scheduled_ts(self) -> float:
         """When the first of the completions was scheduled."""
-        return min((each.scheduled_ts for each in self.answers if each.scheduled_ts), default=0.0)
+        return min((answer.scheduled_ts for answer in self.answers if answer.scheduled_ts), default=0.0)
 
     @property
     def last_token_ts(self) -> float:
         """When the latest token of any completion was received."""
-        return max((each.last_token_ts for each in self.answers), default=0.0)
+        return max((answer.last_token_ts for answer in self.answers), default=0.0)
 
     @property
     def num_generation_tokens(self) -> int:
         """Generated tokens of all completions."""
-        return sum(each.num_generation_tokens for each in self.answers)
+        return sum(answer.num_generation_tokens for answer in self.answers)
 
     @property
     def first_token_latency(self) -> float:

@@ -148,7 +148,7 @@ def max_positions_of(architecture: str, config: PretrainedConfig) -> int:
 def ropes_of(config: PretrainedConfig) -> list[Mapping[str, Any]]:
     """Return the sections of RoPE parameters, of all layers or by type of layer."""
     ropes = getattr(text_config(config), "rope_parameters", None) or {}
-    return [ropes, *(each for each in ropes.values() if isinstance(each, Mapping))]
+    return [ropes, *(rope for rope in ropes.values() if isinstance(rope, Mapping))]
 
 
 def rope_kind(rope: Mapping[str, Any]) -> str | None:

@@ -227,10 +227,10 @@ def status_on(setting: Setting, backend: str) -> BackendStatus:
     if option.status != "implemented":
         return BackendStatus(option.status, option.reason)
     rules = list(rules_of(setting.name, backend)) if setting.config in ENGINE_GROUPS.values() else []
-    whole = next((rule for rule in rules if not rule.values), None)
-    if whole is not None:
-        accepted = f" (accepted: {_words(whole.accepts)})" if whole.accepts else ""
-        return BackendStatus(whole.status, whole.text("it") + accepted)
+    general_rule = next((rule for rule in rules if not rule.values), None)
+    if general_rule is not None:
+        accepted = f" (accepted: {_words(general_rule.accepts)})" if general_rule.accepts else ""
+        return BackendStatus(general_rule.status, general_rule.text("it") + accepted)
     return BackendStatus(
         "implemented", "; ".join(f"{_words(rule.values)} {rule.status}: {rule.text('it')}" for rule in rules)
     )

@@ -487,6 +487,10 @@ def notes(environ: Mapping[str, str] | None = None, settings: Iterable[str] = ()
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
-    stems = {each.partition("_")[2]: each for each in sorted(known, reverse=True) if each.startswith(PREFIXES)}
+    stems = {
+        variable.partition("_")[2]: variable
+        for variable in sorted(known, reverse=True)
+        if variable.startswith(PREFIXES)
+    }
     near = difflib.get_close_matches(name.partition("_")[2], list(stems), n=1)
     return f"unknown environment variable {name}" + (f"; did you mean {stems[near[0]]}?" if near else "")

@@ -71,7 +71,7 @@ class Setting:
         """The type without None."""
         if get_origin(self.hint) not in (Union, UnionType):
             return self.hint
-        types = [each for each in get_args(self.hint) if each is not NoneType]
+        types = [member for member in get_args(self.hint) if member is not NoneType]
         return types[0] if len(types) == 1 else Union[tuple(types)]  # noqa: UP007 (built at run time)
 
     @property
@@ -195,7 +195,7 @@ class Setting:
             return None
         if option.status == "no effect":
             return f"{self.flag} has no effect: {option.reason}"
-        if any(value == each and type(value) is type(each) for each in option.accepts):
+        if any(value == accepted and type(value) is type(accepted) for accepted in option.accepts):
             return None
         raise ConfigError(self.flag, f"{_quoted(value)} is not supported: {option.reason}")
 
@@ -223,21 +223,21 @@ def _path_or_class_name(value: Any) -> Any:
 
 def _quoted(value: Any) -> str:
     if isinstance(value, list | tuple):
-        value = " ".join(value) if all(isinstance(each, str) for each in value) else list(value)
+        value = " ".join(value) if all(isinstance(item, str) for item in value) else list(value)
     return repr(value) if isinstance(value, str) else str(value)
 
 
 def settings_of(config: type[Any]) -> Iterator[Setting]:
     """Yield the settings of a configuration dataclass."""
     hints = get_type_hints(config)
-    for each in dataclasses.fields(config):
-        option = _with_status(each.metadata["option"])
+    for field in dataclasses.fields(config):
+        option = _with_status(field.metadata["option"])
         yield Setting(
             config=config,
-            field=each.name,
-            name=(option.flag or each.name).replace("-", "_"),
-            hint=hints[each.name],
-            default=each.default if each.default_factory is dataclasses.MISSING else each.default_factory(),
+            field=field.name,
+            name=(option.flag or field.name).replace("-", "_"),
+            hint=hints[field.name],
+            default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
             option=option,
         )
 
@@ -246,8 +246,8 @@ def _with_status(option: Option) -> Option:
     """Return the option, with the status of the setting that it stands for."""
     if not option.stands_for:
         return option
-    fields = (each for group in ENGINE_GROUPS.values() for each in dataclasses.fields(group))
-    target: Option = next(each for each in fields if each.name == option.stands_for).metadata["option"]
+    fields = (field for group in ENGINE_GROUPS.values() for field in dataclasses.fields(group))
+    target: Option = next(field for field in fields if field.name == option.stands_for).metadata["option"]
     return dataclasses.replace(option, status=target.status, reason=target.reason)
 
 
@@ -465,7 +465,7 @@ def _from_yaml(path: str, setting: Setting, value: Any) -> Any:
     try:
         if isinstance(value, str):
             return setting.convert_text(value)
-        if setting.is_list and isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        if setting.is_list and isinstance(value, list) and value and all(isinstance(item, str) for item in value):
             return setting.convert_text(value)
         return setting.convert(value)
     except ConfigError as error:

@@ -69,7 +69,7 @@ def check_chips(chips: list[TpuKind]) -> None:
     """Raise ConfigError for chips that no program can be compiled for."""
     for kind in chips:
         if not kind.supported:
-            known = ", ".join(each.name.lower() for each in _KINDS.values() if each.supported)
+            known = ", ".join(kind.name.lower() for kind in _KINDS.values() if kind.supported)
             raise ConfigError(
                 "--backend",
                 f"this host's TPU {kind.name.lower()} is not supported; use {known}, or --backend reference",
@@ -111,8 +111,8 @@ def chips_env(
         )
     stated = environ.get("TPU_VISIBLE_CHIPS") or environ.get("TPU_VISIBLE_DEVICES")
     visible = stated.split(",") if stated else [str(index) for index in range(len(chips))]
-    own = visible[process * count : (process + 1) * count]
-    if len(own) < count:
+    chips_of_process = visible[process * count : (process + 1) * count]
+    if len(chips_of_process) < count:
         raise ConfigError(
             flag,
             f"replica {process} needs chips {process * count} to {(process + 1) * count - 1} and {len(visible)} are "
@@ -122,7 +122,7 @@ def chips_env(
     return {
         "TPU_PROCESS_BOUNDS": "1,1,1",
         "TPU_CHIPS_PER_PROCESS_BOUNDS": _BOUNDS[count],
-        "TPU_VISIBLE_CHIPS": ",".join(own),
+        "TPU_VISIBLE_CHIPS": ",".join(chips_of_process),
         "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
         "TPU_PROCESS_PORT": port,
         "CLOUD_TPU_TASK_ID": "0",

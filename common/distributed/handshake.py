@@ -102,7 +102,9 @@ class JoiningHosts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         for connection in (*(host.connection for host in self._hosts), *self._greeted.values()):
             _close(connection)
 
@@ -165,7 +167,7 @@ class JoiningHosts:
 
     def _take_heard(self) -> str:
         """Take in those who were heard. Returns why one of them ends the start, or ""."""
-        for greeted in [each for each in self._greeted if each.done()]:
+        for greeted in [future for future in self._greeted if future.done()]:
             connection = self._greeted.pop(greeted)
             if (error := greeted.exception()) is not None:
                 address = _address(connection)
@@ -270,12 +272,12 @@ def _gather(
             logger.warning("whoever reaches %s can join and read every prompt: %s", place, _SAME_TOKEN)
         reason = joining.admit()
         if not reason:
-            hosts = [Host(fingerprint, parallel.master_addr), *(each.host for each in joining)]
+            hosts = [Host(fingerprint, parallel.master_addr), *(peer.host for peer in joining)]
             reason = differences(hosts) or check(hosts)
         reason = reason[:_MAX_VERDICT_CHARACTERS]
         joining.send(reason)
         _raise(reason)
-        return tuple(Peer(each.connection, str(each.host)) for each in joining.detach())
+        return tuple(Peer(peer.connection, str(peer.host)) for peer in joining.detach())
 
 
 def _join(parallel: ParallelConfig, fingerprint: HostFingerprint, wait: float, token: str) -> Peer:

@@ -275,7 +275,7 @@ def _to_array(kind: Any, value: Any) -> npt.NDArray[Any]:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-_DTYPES: Final = tuple(np.dtype(each).str for each in (np.int32, np.uint32, np.bool_, np.uint8, np.float32))
+_DTYPES: Final = tuple(np.dtype(dtype).str for dtype in (np.int32, np.uint32, np.bool_, np.uint8, np.float32))
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=_from_array)
 _decoder: Final = msgspec.msgpack.Decoder(Message, dec_hook=_to_array)
 

@@ -96,14 +96,14 @@ class Shift:
 class TokenRows:
     """The rows of some tokens in a table [V, D] fill one parameter [n, D].
 
-    `difference`: of two tokens, the second's row minus the first's. `whole`: the parameter that the table itself fills.
+    `difference`: of two tokens, the second's row minus the first's. `table`: the parameter that the table itself fills.
     """
 
     source: str
     target: str
     tokens: tuple[int, ...]
     difference: bool = False
-    whole: str | None = None
+    table: str | None = None
 
 
 TensorRule = Rename | Split | Stack | Reshape | Normalise | Shift | TokenRows

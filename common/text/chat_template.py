@@ -558,8 +558,8 @@ class _Markers:
         if isinstance(value, str):
             return self._pattern.sub(lambda match: self._marker_of(match[0]), value)
         if isinstance(value, Mapping):
-            return {self.in_value(key): self.in_value(each) for key, each in value.items()}
-        return [self.in_value(each) for each in value] if isinstance(value, list | tuple) else value
+            return {self.in_value(key): self.in_value(item) for key, item in value.items()}
+        return [self.in_value(item) for item in value] if isinstance(value, list | tuple) else value
 
     def found(self, rendered: str) -> list[_Found]:
         """Return the special tokens of a rendering and its markers, in order."""
@@ -579,23 +579,23 @@ class _Markers:
         joined = "".join(text for _, text in texts)
         spans = [match.span() for match in self._pattern.finditer(joined)]
         marked = list(parts)
-        at = 0
+        position = 0
         next_span = 0
         for index, text in texts:
-            end = at + len(text)
+            end = position + len(text)
             pieces = []
-            start = at
+            start = position
             while next_span < len(spans) and spans[next_span][0] < end:
                 first, last = spans[next_span]
                 pieces.append(joined[start : max(start, first)])
-                if first >= at:
+                if first >= position:
                     pieces.append(self._marker_of(joined[first:last]))
                 start = min(last, end)
                 if last > end:
                     break  # The text goes on in the next part.
                 next_span += 1
             marked[index] = _with_text(self.in_value(parts[index]), "".join(pieces) + joined[start:end])
-            at = end
+            position = end
         return marked
 
     def _marker_of(self, text: str) -> str:
@@ -620,12 +620,12 @@ def _all_texts(value: Any) -> Iterable[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             yield from _all_texts(key)
-            yield from _all_texts(each)
+            yield from _all_texts(item)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _all_texts(each)
+        for item in value:
+            yield from _all_texts(item)
 
 
 def _is_untrusted(message: Mapping[str, Any]) -> bool:

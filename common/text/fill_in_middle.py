@@ -90,5 +90,5 @@ _LEAD: Final = "☺"
 
 def _without_space(tokenizer: Tokenizer, text: str) -> list[int]:
     lead = tokenizer.encode(_LEAD, False)
-    whole = tokenizer.encode(_LEAD + text, False)
-    return whole[len(lead) :] if whole[: len(lead)] == lead else tokenizer.encode(text, False)
+    with_lead = tokenizer.encode(_LEAD + text, False)
+    return with_lead[len(lead) :] if with_lead[: len(lead)] == lead else tokenizer.encode(text, False)

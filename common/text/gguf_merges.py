@@ -238,8 +238,8 @@ class _Ids:
         """Position of each hash, -1 if absent."""
         positions = self._guess[_slot(hashes, _GUESS_BITS)]
         missed = np.flatnonzero(self._hashes[positions] != hashes)
-        at = np.minimum(np.searchsorted(self._sorted, hashes[missed]), len(self._sorted) - 1)
-        positions[missed] = np.where(self._sorted[at] == hashes[missed], self._order[at], -1)
+        index = np.minimum(np.searchsorted(self._sorted, hashes[missed]), len(self._sorted) - 1)
+        positions[missed] = np.where(self._sorted[index] == hashes[missed], self._order[index], -1)
         return positions
 
 

@@ -301,10 +301,10 @@ class Tokenizer:
             if not stretch.literal:
                 yield _EncodedPart(start, _encoding(self.backend, text[start:end], offsets=offsets))
                 continue
-            whole = self._ordinary(text, start, end, offsets)
-            own = {self.backend.token_to_id(text[first:last]) for first, last in stretch.literal}
-            if own.isdisjoint(whole.encoding.ids):
-                yield whole
+            part = self._ordinary(text, start, end, offsets)
+            literal_ids = {self.backend.token_to_id(text[first:last]) for first, last in stretch.literal}
+            if literal_ids.isdisjoint(part.encoding.ids):
+                yield part
                 continue
             cuts = [start, *(first + 1 for first, _ in stretch.literal), end]
             for first, last in pairwise(cuts):
@@ -343,9 +343,9 @@ class Tokenizer:
     @cached_property
     def _added_around(self) -> tuple[list[int], list[int]]:
         """The special tokens that are added before and after a text."""
-        ids, whole = (_encode(self.backend, "a", special) for special in (False, True))
-        start = next(i for i in range(len(whole)) if whole[i : i + len(ids)] == ids)
-        return whole[:start], whole[start + len(ids) :]
+        ids, with_special = (_encode(self.backend, "a", special) for special in (False, True))
+        start = next(i for i in range(len(with_special)) if with_special[i : i + len(ids)] == ids)
+        return with_special[:start], with_special[start + len(ids) :]
 
     @cached_property
     def _spaces_special_tokens(self) -> bool:
@@ -524,9 +524,9 @@ def pre_truncate(
 
 def _from_word_boundary(text: str) -> str:
     """The text from its first space between two alphanumeric characters, if one is near: tokens begin there."""
-    for at in range(1, min(_MAX_WORD_CHARS, len(text) - 1)):
-        if text[at] == " " and text[at - 1].isalnum() and text[at + 1].isalnum():
-            return text[at:]
+    for position in range(1, min(_MAX_WORD_CHARS, len(text) - 1)):
+        if text[position] == " " and text[position - 1].isalnum() and text[position + 1].isalnum():
+            return text[position:]
     return text
 
 

@@ -106,12 +106,12 @@ def _open_files(folder: Path, formats: Sequence[str]) -> list[tuple[WeightFile, 
     if not formats:
         return []
     for kind in formats:
-        whole = folder / f"{_STEMS[kind]}{_SUFFIXES[kind]}"
-        index = whole.with_name(f"{whole.name}.index.json")
+        single_file = folder / f"{_STEMS[kind]}{_SUFFIXES[kind]}"
+        index = single_file.with_name(f"{single_file.name}.index.json")
         if index.is_file():
             return _open_shards(index, kind)
-        if whole.is_file():
-            return _open_all([whole], kind)
+        if single_file.is_file():
+            return _open_all([single_file], kind)
         loose = sorted(folder.glob(f"{_STEMS[kind]}*{_SUFFIXES[kind]}"))
         if loose:
             return _open_all(loose, kind)

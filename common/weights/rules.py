@@ -204,10 +204,10 @@ def merge_adapter(tensors: Iterable[tuple[str, Value]], adapter: MergedAdapter) 
         parts = waiting.setdefault(module, {})
         parts[part] = to_float32(tensor) if part == "original" else to_float32(tensor[adapter.index])
         if len(parts) == len(_ADAPTED):
-            whole, first, second = (waiting[module][part] for part in _ADAPTED)
+            original, first, second = (waiting[module][part] for part in _ADAPTED)
             del waiting[module]
-            product = second @ first if second.shape[0] == whole.shape[0] else first @ second
-            yield f"{module}.weight", whole + np.float32(adapter.scale) * product
+            product = second @ first if second.shape[0] == original.shape[0] else first @ second
+            yield f"{module}.weight", original + np.float32(adapter.scale) * product
     for module, parts in waiting.items():
         lacks = next(part for part in _ADAPTED if part not in parts)
         raise WeightError(f"tensor {module}: the checkpoint lacks its {lacks}; download it again")
@@ -274,9 +274,9 @@ class TensorMatch:
                 yield targets[0], _changed(name, tensor, params[targets[0]], lambda values: _unit(values, axis))
             case Shift(offset=offset):
                 yield targets[0], _changed(name, tensor, params[targets[0]], lambda values: values + np.float32(offset))
-            case TokenRows(tokens=tokens, difference=difference, whole=whole):
-                if whole is not None:
-                    yield whole, _checked(name, tensor, False, whole, params[whole].shape)
+            case TokenRows(tokens=tokens, difference=difference, table=table):
+                if table is not None:
+                    yield table, _checked(name, tensor, False, table, params[table].shape)
                 yield targets[0], _token_rows(name, tensor, tokens, difference, params[targets[0]])
             case Split():
                 yield from _split(name, tensor, self.rule, [params[target] for target in targets])
@@ -397,8 +397,8 @@ def _reshaped(name: str, tensor: Value, transpose: bool, param: Param) -> Value:
     if tensor.size != param.size:
         needs = f"parameter {param.name} needs {param.size} numbers"
         raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, {needs}")
-    whole: Array = tensor.reshape(shape)
-    return (whole.swapaxes(-1, -2) if transpose else whole).reshape(param.shape)
+    reshaped: Array = tensor.reshape(shape)
+    return (reshaped.swapaxes(-1, -2) if transpose else reshaped).reshape(param.shape)
 
 
 def _token_rows(name: str, tensor: Value, tokens: Sequence[int], difference: bool, param: Param) -> Float32:
@@ -594,12 +594,12 @@ def _fused(rule: Split, params: Sequence[Param], parts: Mapping[str, Array]) -> 
     arrays = [parts[param.name] for param in params]
     if len({array.dtype for array in arrays}) > 1:
         arrays = [to_float32(array) for array in arrays]
-    whole = np.empty(_split_shape(rule, params), arrays[0].dtype)
+    fused = np.empty(_split_shape(rule, params), arrays[0].dtype)
     before = (slice(None),) * rule.axis
     for array, slices in zip(arrays, _split_slices(rule, params, 1)):
         for piece, values in zip(slices, np.split(array, len(slices), rule.axis)):
-            whole[(*before, piece)] = values
-    return whole.swapaxes(-1, -2) if rule.transpose is True else whole
+            fused[(*before, piece)] = values
+    return fused.swapaxes(-1, -2) if rule.transpose is True else fused
 
 
 def _unapplied(rule: TensorRule, array: Array) -> Array:
@@ -640,14 +640,16 @@ def _filled(source: str, numbers: Mapping[str, str]) -> str:
 def _pattern(target: str) -> re.Pattern[str]:
     """Return a regular expression for the parameters of a rule's target, with a group per placeholder."""
     pieces = _PLACEHOLDER.split(target)  # text and names of placeholders take turns
-    return re.compile("".join(rf"(?P<{piece}>\d+)" if at % 2 else re.escape(piece) for at, piece in enumerate(pieces)))
+    return re.compile(
+        "".join(rf"(?P<{piece}>\d+)" if index % 2 else re.escape(piece) for index, piece in enumerate(pieces))
+    )
 
 
 def _targets(rule: TensorRule) -> tuple[str, ...]:
     match rule:
         case Split(targets=targets):
             return targets
-        case TokenRows(target=target, whole=str(whole)):
-            return target, whole
+        case TokenRows(target=target, table=str(table)):
+            return target, table
         case _:
             return (rule.target,)

@@ -104,7 +104,7 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
             params = _with_values(params, thinking_token_budget=conversation.reasoning_budget)
     if ignored and state.config.strict_requests:
         raise RequestError(ignored[0].path, ignored[0].reason)
-    if any(each.path == "documents" for each in ignored):
+    if any(field.path == "documents" for field in ignored):
         conversation = replace(conversation, documents=None)
     rendered, token_ids = await _render_text(state, conversation, params)
     text = rendered.text
@@ -271,7 +271,7 @@ def _lane(conversation: Conversation) -> Lane:
     if conversation.template is not None:
         return "client"
     parts = (*conversation.messages, *conversation.tools, *(conversation.documents or ()), conversation.keywords)
-    return "short" if sum(len(str(each)) for each in parts) < LONG_CONVERSATION else "long"
+    return "short" if sum(len(str(part)) for part in parts) < LONG_CONVERSATION else "long"
 
 
 def _template_of(tokenizer: Tokenizer, conversation: Conversation, state: ServerState) -> str | None:
@@ -405,8 +405,8 @@ class _OutputFormats:
     @property
     def are_plugins(self) -> bool:
         """Whether all formats are plugins of vLLM's interface, which decide about special tokens themselves."""
-        formats = [each for each in (self.reasoning, self.calls) if each is not None]
-        return all(isinstance(each, VllmReasoningFormat | VllmToolFormat) for each in formats)
+        formats = [format for format in (self.reasoning, self.calls) if format is not None]
+        return all(isinstance(format, VllmReasoningFormat | VllmToolFormat) for format in formats)
 
 
 def _for_plugins(
@@ -612,7 +612,7 @@ def output_or_calls(
         return None
     calls = {
         "type": "tags_with_separator",
-        "tags": [_tag(each) for each in brackets],
+        "tags": [_tag(bracket) for bracket in brackets],
         "separator": "\n",
         "at_least_one": True,
         "stop_after_first": not parallel,
@@ -648,7 +648,7 @@ def _constraint(structured: StructuredOutputsParams) -> dict[str, Any] | None:
     if structured.json_object:
         return {"type": "json_schema", "json_schema": _ANY_OBJECT}
     if structured.choice:
-        return {"type": "or", "elements": [{"type": "const_string", "value": each} for each in structured.choice]}
+        return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in structured.choice]}
     if structured.regex is not None:
         return {"type": "regex", "pattern": whole_pattern(structured.regex)}
     return None

@@ -47,7 +47,7 @@ class Command:
     @property
     def status(self) -> Status:
         """Refused if the command or all its sub-commands are."""
-        inner = [each.status for each in (self.commands or {}).values()]
+        inner = [command.status for command in (self.commands or {}).values()]
         return "refused" if self.refused or (inner and set(inner) == {"refused"}) else "implemented"
 
 
@@ -183,9 +183,9 @@ def _help(program: str, commands: Mapping[str, Command]) -> str:
     lines = [f"usage: {program} [-h] [-v] COMMAND ..."]
     for title, refused in (("", False), ("not in this version:", True)):
         rows = [
-            f"  {name:<{width}}  {each.help}" + (f" ({each.refused})" if each.refused else "")
-            for name, each in commands.items()
-            if (each.status == "refused") == refused
+            f"  {name:<{width}}  {command.help}" + (f" ({command.refused})" if command.refused else "")
+            for name, command in commands.items()
+            if (command.status == "refused") == refused
         ]
         lines += ["", *([title] if title else []), *rows] if rows else []
     return "\n".join([*lines, "", f"See {program} COMMAND --help for the flags of a command."])

@@ -363,8 +363,8 @@ class Admission:
 
     def surplus(self) -> int:
         """Return how many callers' requests that wait are to be refused after all, see Overload."""
-        own = self._use().callers
-        return self._overload.surplus(self.limits, own + self._engine.others.callers, own)
+        callers = self._use().callers
+        return self._overload.surplus(self.limits, callers + self._engine.others.callers, callers)
 
     def check_new(self, load: Load, owner: str) -> None:
         """As `check`, for what a caller asks for, before any of it is processed: also refused during an overload."""
@@ -595,11 +595,11 @@ class QueueLimits:
         processes; `others_of_owner`: that part of it which is the owner's.
         """
         total = use.total + others
-        own = use.of(owner) + others_of_owner
-        whole = use.of_group(group) + load
+        of_owner = use.of(owner) + others_of_owner
+        of_group = use.of_group(group) + load
         parts = (
-            ("n", "sequences", load.sequences, whole.sequences, total.sequences, own.sequences, self.sequences),
-            ("prompt", "prompt tokens", load.tokens, whole.tokens, total.tokens, own.tokens, self.tokens),
+            ("n", "sequences", load.sequences, of_group.sequences, total.sequences, of_owner.sequences, self.sequences),
+            ("prompt", "prompt tokens", load.tokens, of_group.tokens, total.tokens, of_owner.tokens, self.tokens),
         )
         for field, what, needed, together, used, used_by_key, limit in parts:
             if limit is None or not needed:
@@ -682,15 +682,15 @@ class Overload:
             self._num_counted = 0
             self._short_until = now + CALM_SECONDS
 
-    def surplus(self, limits: QueueLimits, in_progress: int, own: int) -> int:
+    def surplus(self, limits: QueueLimits, in_progress: int, own_callers: int) -> int:
         """Return how many callers' requests of this process are to be refused although they were accepted.
 
-        `in_progress`: as of `check`, `own` of them of this process.
+        `in_progress`: as of `check`, `own_callers` of them of this process.
         """
         waiting = in_progress - self._running - limits.waiting
         if not self._num_refused or waiting <= 0:
             return 0
-        surplus = waiting * own // in_progress
+        surplus = waiting * own_callers // in_progress
         return surplus if surplus <= self._num_refused else 0
 
 

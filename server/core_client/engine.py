@@ -387,7 +387,7 @@ def serve(address: str, build: Build = build_engine, clients: int = 0) -> int:
         target=_send_heartbeats, args=(context, addresses, progress), name="pagoda-heartbeat", daemon=True
     ).start()
     output_context = zmq.Context()  # separate, so that term() waits for the last message only
-    outputs = [_connect(output_context, each) for each in addresses]
+    outputs = [_connect(output_context, address) for address in addresses]
     router = ClientRouter(
         clients,
         lambda client, message: outputs[client + 1].send(encode(message)),
@@ -418,8 +418,8 @@ def serve(address: str, build: Build = build_engine, clients: int = 0) -> int:
         send(failure(error))
         return 1
     finally:
-        for each in outputs:
-            each.close(linger=1000)
+        for output in outputs:
+            output.close(linger=1000)
         output_context.term()
     return 0
 
@@ -442,10 +442,10 @@ def _run(config: EngineConfig, built: BuiltEngine, inbox: Inbox, send: Send, pro
 
 def _send_failure(context: zmq.Context[zmq.Socket[bytes]], addresses: list[str], death: EngineDeadError) -> None:
     """Report the engine's death. Thread-safe: the engine's own thread may be blocked."""
-    outputs = [_connect(context, each) for each in addresses]
+    outputs = [_connect(context, address) for address in addresses]
     _send_all(outputs, failure(death))
-    for each in outputs:
-        each.close(linger=1000)
+    for output in outputs:
+        output.close(linger=1000)
 
 
 def _send_all(sockets: list[zmq.Socket[bytes]], message: FromEngine) -> None:
@@ -469,7 +469,7 @@ def _end_with_parent() -> None:
 
 
 def _send_heartbeats(context: zmq.Context[zmq.Socket[bytes]], addresses: list[str], progress: Progress) -> None:
-    sockets = [_connect(context, each) for each in addresses]
+    sockets = [_connect(context, address) for address in addresses]
     trimmer = MemoryTrimmer()
     while True:
         _send_all(sockets, Heartbeat(progress.steps, progress.busy))

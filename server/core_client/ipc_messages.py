@@ -98,11 +98,13 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True):
         """Yield messages that queue the requests; consecutive ones of one prompt share a message."""
         for _, group in groupby(requests, lambda request: id(request.prompt_token_ids)):
             first, *others = group
-            same = [each for each in others if _with_id_and_seed(each, first.request_id, first.rules.seed) == first]
+            same = [
+                request for request in others if _with_id_and_seed(request, first.request_id, first.rules.seed) == first
+            ]
             if len(same) < len(others):
                 yield from map(cls, (first, *others))
             else:
-                yield cls(first, tuple((each.request_id, each.rules.seed) for each in others))
+                yield cls(first, tuple((request.request_id, request.rules.seed) for request in others))
 
     def sequences(self) -> Iterator[EngineRequest]:
         """Yield all sequences; they share prompt and lists."""

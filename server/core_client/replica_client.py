@@ -63,7 +63,7 @@ class ReplicaRouter:
         least = min(loads.values())
         most = least + 1 + least // AFFINITY_DIVISOR
         homes = (self._homes.get(prefix) for prefix in reversed(prefixes))
-        home = next((each for each in homes if each is not None), None)
+        home = next((replica for replica in homes if replica is not None), None)
         if home is None or loads.get(home, most + 1) > most:
             home = min(loads, key=loads.__getitem__)
         for prefix in prefixes:
@@ -125,13 +125,13 @@ class ReplicaClient:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where SharedClients find the engines' sockets, in the order of the replicas."""
-        return tuple(each.address for each in self.clients if isinstance(each, ProcessClient))
+        return tuple(client.address for client in self.clients if isinstance(client, ProcessClient))
 
     @property
     def failed(self) -> Failed | None:
         """Why the first engine that died did, as far as it is known."""
-        processes = (each for each in self.clients if isinstance(each, ProcessClient))
-        return next((each.failed for each in processes if each.failed is not None), None)
+        processes = (client for client in self.clients if isinstance(client, ProcessClient))
+        return next((process.failed for process in processes if process.failed is not None), None)
 
     def wait_ready(self) -> EngineInfo:
         """Block until all engines are warm. Raises what kept one from starting, whether or not others still load."""
@@ -150,7 +150,7 @@ class ReplicaClient:
 
     @property
     def others(self) -> OtherUse:
-        uses = [each.others for each in self.clients if each.others is not NO_OTHERS]
+        uses = [client.others for client in self.clients if client.others is not NO_OTHERS]
         if not uses:
             return NO_OTHERS
         owners: dict[str, tuple[int, int]] = {}
@@ -222,9 +222,9 @@ class ReplicaClient:
             replica = self._forget(request_id)
             if replica is not None:
                 by_replica.setdefault(replica, []).append(request_id)
-        for replica, own in by_replica.items():
+        for replica, requests_of_replica in by_replica.items():
             if replica not in self._down:
-                self.clients[replica].send(Abort(own))
+                self.clients[replica].send(Abort(requests_of_replica))
 
     def _forget(self, request_id: str) -> int | None:
         replica = self._replica_of.pop(request_id, None)
@@ -302,7 +302,7 @@ class ReplicaClient:
         self._down.add(replica)
         self._router.forget(replica)
         self._stats[replica] = EngineStats()
-        lost = [request_id for request_id, each in self._replica_of.items() if each == replica]
+        lost = [request_id for request_id, owner in self._replica_of.items() if owner == replica]
         for request_id in lost:
             self._forget(request_id)
         self._tell(Restarting(f"replica {replica}: {cause}", lost if self._up() else None))

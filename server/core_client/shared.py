@@ -104,7 +104,7 @@ class ClientRouter:
         """Let another process be a client: tell it Ready, and return the command that drops the requests before."""
         if self._ready is not None:
             self._send(client, self._ready)
-        lost = [request_id for request_id, each in self._clients.items() if each == client]
+        lost = [request_id for request_id, owner in self._clients.items() if owner == client]
         for request_id in lost:
             self._forget(request_id)
         return Abort(lost)
@@ -118,12 +118,12 @@ class ClientRouter:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
         now = time.monotonic()
-        for client, own in enumerate(outputs):
+        for client, outputs_of_client in enumerate(outputs):
             idle = not step.outputs
-            if client and not own and not idle and now - self._reported[client] < STATS_SECONDS:
+            if client and not outputs_of_client and not idle and now - self._reported[client] < STATS_SECONDS:
                 continue
             self._reported[client] = now
-            step_outputs = StepOutputs(outputs=own, stats=step.stats, earlier=step.earlier)
+            step_outputs = StepOutputs(outputs=outputs_of_client, stats=step.stats, earlier=step.earlier)
             self._send(client, StepReply(step_outputs, self._others(client, now)))
 
     def _others(self, client: int, now: float) -> OtherUse | None:

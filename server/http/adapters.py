@@ -207,7 +207,7 @@ def _files(folder: str) -> _Files:
     """Return what tells whether an adapter was changed; nothing if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
-            return tuple(sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in entries))
+            return tuple(sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries))
     except OSError:
         return ()
 

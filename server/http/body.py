@@ -182,12 +182,12 @@ def bounded(schema: Any, owner: str) -> Any:
     lists of objects, and with fields that convert numbers.
     """
     if isinstance(schema, list | tuple):
-        return type(schema)(bounded(each, owner) for each in schema)
+        return type(schema)(bounded(item, owner) for item in schema)
     if not isinstance(schema, Mapping):
         return schema
     kind = schema.get("type")
     if not isinstance(kind, str):  # a mapping of names to schemas
-        return {name: bounded(each, owner) for name, each in schema.items()}
+        return {name: bounded(item, owner) for name, item in schema.items()}
     if kind == "model-fields" and schema.get("model_name") == owner:
         fields = {name: _within(field, bound_of(owner, name)) for name, field in schema["fields"].items()}
         schema = {**schema, "fields": fields}
@@ -210,12 +210,12 @@ def _within(schema: Any, bound: Bound | None) -> Any:
     if bound is None or bound.sampled:
         return schema
     if isinstance(schema, list | tuple):
-        return type(schema)(_within(each, bound) for each in schema)
+        return type(schema)(_within(item, bound) for item in schema)
     if not isinstance(schema, Mapping):
         return schema
     kind = schema.get("type")
     if not isinstance(kind, str):  # choices by their tags
-        return {name: _within(each, bound) for name, each in schema.items()}
+        return {name: _within(item, bound) for name, item in schema.items()}
     if kind in ("model", "definition-ref"):  # it has bounds of its own
         return schema
     copy = {key: _within(value, bound) if key in _WRAPPED else value for key, value in schema.items()}
@@ -310,7 +310,7 @@ def note_ignored(
 ) -> None:
     """Record ignored parts for the response header. `own_name` maps a path to the field name of the client's API."""
     noted: list[Ignored] = request.scope.setdefault("state", {}).setdefault(IGNORED_STATE, [])
-    noted += [replace(each, path=own_name(each.path)) for each in ignored]
+    noted += [replace(field, path=own_name(field.path)) for field in ignored]
 
 
 class RequestBody(BaseModel):
@@ -395,7 +395,7 @@ def harmless_values(field: FieldInfo) -> list[Any]:
     for value in (*_WITHOUT_EFFECT, field.default, *(field.examples or ())):
         if value is False and field.default is True:
             continue  # it switches off what is on by default
-        if not any(type(value) is type(each) and value == each for each in values):
+        if not any(type(value) is type(harmless) and value == harmless for harmless in values):
             values.append(value)
     return values
 
@@ -435,9 +435,9 @@ def parse_tolerant(body_type: type[BodyT], raw: bytes) -> tuple[BodyT, list[Igno
     for name in body.model_fields_set & _unsupported_fields(body_type):
         _refuse_unsupported(body, name)
     ignored: list[Ignored] = []
-    for each in body.ignored():
+    for field in body.ignored():
         if len(ignored) < MAX_IGNORED:
-            ignored.append(each)
+            ignored.append(field)
     return body, ignored
 
 
@@ -496,7 +496,7 @@ def _refuse_unsupported(body: RequestBody, name: str) -> None:
 
 
 def _is_harmless(value: Any, field: FieldInfo) -> bool:
-    return any(_json_type(value) is _json_type(each) and value == each for each in harmless_values(field))
+    return any(_json_type(value) is _json_type(harmless) and value == harmless for harmless in harmless_values(field))
 
 
 def _json_type(value: Any) -> type:
@@ -530,10 +530,10 @@ def _request_error(raw: bytes, error: ValidationError) -> RequestError:
 
 def _deepest(errors: Sequence[ErrorDetails], given: Any) -> tuple[_Parts, ErrorDetails]:
     """Return the deepest error within the value of the first error: of a union, the closest alternative's."""
-    located = [(_parts(each["loc"], given, each["type"] == "missing"), each) for each in errors[:_MAX_COMPARED]]
+    located = [(_parts(error["loc"], given, error["type"] == "missing"), error) for error in errors[:_MAX_COMPARED]]
     first = located[0][0]
-    within = [each for each in located if each[0][: len(first)] == first]
-    return max(within, key=lambda each: len(each[0]))
+    within = [candidate for candidate in located if candidate[0][: len(first)] == first]
+    return max(within, key=lambda candidate: len(candidate[0]))
 
 
 def _parts(loc: _Parts, given: Any, missing: bool) -> _Parts:

@@ -36,12 +36,12 @@ PROMPTS_SCHEMA: Final[dict[str, Any]] = {"anyOf": [{"type": "string"}, _TEXTS, _
 
 def is_token_ids(value: Any) -> bool:
     """Return whether a JSON value is a non-empty list of integers."""
-    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def is_prompts(values: Sequence[Any]) -> bool:
     """Return whether JSON values are all texts or all token ids."""
-    return all(isinstance(each, str) for each in values) or all(map(is_token_ids, values))
+    return all(isinstance(item, str) for item in values) or all(map(is_token_ids, values))
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> None:
@@ -244,7 +244,7 @@ def _stop_list(value: Any) -> Any:
     """Return stop strings as a list without empty ones, which clients send for "none"."""
     if isinstance(value, str):
         value = [value]
-    return [each for each in value if each != ""] if isinstance(value, list) else value
+    return [item for item in value if item != ""] if isinstance(value, list) else value
 
 
 StopStrings = Annotated[
@@ -509,17 +509,17 @@ class SamplingFields(StructuredFields, ClientHints):
 
         Raise RequestError for two values.
         """
-        own, value = self.own_value(name)
-        given = {own: value} | {each: getattr(self, each) for each in OTHER_NAMES[name]}
-        given = {each: value for each, value in given.items() if value is not None}
+        own_name, value = self.own_value(name)
+        given = {own_name: value} | {alias: getattr(self, alias) for alias in OTHER_NAMES[name]}
+        given = {alias: value for alias, value in given.items() if value is not None}
         if len(given) > 1:
-            given = {each: value for each, value in given.items() if value not in _UNSAID[name]} or given
+            given = {alias: value for alias, value in given.items() if value not in _UNSAID[name]} or given
         if len(given) > 1:
             given.pop(_OF_CONTEXT, None)
         if len(set(given.values())) > 1:
             first, second = list(given)[:2]
             raise RequestError(second, f"{second} and {first} are the same field and differ; leave one of them out")
-        return next(iter(given.items()), (own, None))
+        return next(iter(given.items()), (own_name, None))
 
     @property
     def token_limit(self) -> int | None:
@@ -537,14 +537,14 @@ class SamplingFields(StructuredFields, ClientHints):
                 arguments |= given
         return arguments
 
-    def sampling_params(self, defaults: Mapping[str, Any], **own: Any) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
         """Return the verified SamplingParams: delta outputs for a stream, else a single final output.
 
-        `defaults`: the model's generation config. `own`: values that take precedence over the fields. Raise
+        `defaults`: the model's generation config. `overrides`: values that take precedence over the fields. Raise
         RequestError naming a field outside its bounds.
         """
         self._check_beams()
-        values = {name: getattr(self, name) for name in _PASSED_ON} | own
+        values = {name: getattr(self, name) for name in _PASSED_ON} | overrides
         values["repetition_penalty"] = self.chosen("repetition_penalty")[1]
         values["extra_args"] = {**(self.vllm_xargs or {}), **self.of_extra_samplers()} or None
         if self.do_sample is False:
@@ -648,15 +648,15 @@ class CompletionLogprobs:
         """Return the chosen token, then the best candidates, as vLLM does."""
         candidates = ({token: position[token]} if token in position else {}) | dict(_ranked(position, self._count))
         top: dict[str, float] = {}
-        for each, logprob in candidates.items():
-            top.setdefault(self._names.text(each, logprob), _finite(logprob.logprob))
+        for candidate, logprob in candidates.items():
+            top.setdefault(self._names.text(candidate, logprob), _finite(logprob.logprob))
         return top
 
 
 def join_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Concatenate chunks of completion logprobs."""
     keys = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
-    return {key: [each for part in parts for each in part[key]] for key in keys}
+    return {key: [item for part in parts for item in part[key]] for key in keys}
 
 
 def prompt_logprobs(positions: PromptLogprobs) -> list[dict[str, Any] | None]:
@@ -665,8 +665,12 @@ def prompt_logprobs(positions: PromptLogprobs) -> list[dict[str, Any] | None]:
         None
         if position is None
         else {
-            str(token): {"logprob": _finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
-            for token, each in position.items()
+            str(token): {
+                "logprob": _finite(logprob.logprob),
+                "rank": logprob.rank,
+                "decoded_token": logprob.decoded_token,
+            }
+            for token, logprob in position.items()
         }
         for position in positions
     ]
@@ -734,7 +738,7 @@ def refused(*harmless: Any) -> BeforeValidator:
     """Return Annotated metadata of an unsupported nested field that accepts null and `harmless` only."""
 
     def check(value: Any) -> Any:
-        if value is None or any(type(value) is type(each) and value == each for each in harmless):
+        if value is None or any(type(value) is type(ignorable) and value == ignorable for ignorable in harmless):
             return value
         raise PydanticCustomError("unsupported", "is not supported by this version of pagoda; leave it out")
 

@@ -86,8 +86,8 @@ class RequestLog:
 
     def log_abort(self, request_id: str, reason: str) -> None:
         """Log the partial outputs of a request that ended early."""
-        for each, index in list(self._texts):
-            if each == request_id:
+        for answer, index in list(self._texts):
+            if answer == request_id:
                 self._log_whole(request_id, index, reason)
 
     def _log_whole(self, request_id: str, index: int, reason: str) -> None:
@@ -419,7 +419,9 @@ class BeamGeneration:
         first = await self._step(self._prompts)
         ids = [output.prompt_token_ids or [] for output in first]
         llm = self._state.llm()
-        searches = [BeamSearch(self._params, llm.end_token_ids, llm.max_model_len - len(each)) for each in ids]
+        searches = [
+            BeamSearch(self._params, llm.end_token_ids, llm.max_model_len - len(prompt_ids)) for prompt_ids in ids
+        ]
         for search, output in zip(searches, first):
             search.take([candidates_of(output)])
         while any(not search.finished for search in searches):

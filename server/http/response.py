@@ -253,8 +253,8 @@ class BestOf:
         ranked = sorted(output.outputs, key=_negative_logprob)
         kept = ranked[: self._n]
         dropped = ranked[self._n :]
-        self._usage.count_dropped(sum(len(each.token_ids) for each in dropped))
-        outputs = [replace(each, index=index) for index, each in enumerate(kept)]
+        self._usage.count_dropped(sum(len(output.token_ids) for output in dropped))
+        outputs = [replace(output, index=index) for index, output in enumerate(kept)]
         self._builder.add(prompt_index, replace(output, outputs=outputs))
 
     def whole(self) -> dict[str, Any]:
@@ -359,9 +359,9 @@ async def respond(
     if config.enable_request_id_headers:
         headers |= id_header(source.request_id)
     if not stream:
-        whole = await cancel_on_disconnect(request.receive, state.stopping, _whole(source, builder))
+        content = await cancel_on_disconnect(request.receive, state.stopping, _whole(source, builder))
         headers |= load_report(request.headers.get(LOAD_FORMAT_HEADER), state.engine.stats)
-        return Response(whole, headers=headers, media_type=JSON)
+        return Response(content, headers=headers, media_type=JSON)
     pause = config.sse_keep_alive_interval
     log_errors = config.log_error_stack
     events = _events(source, builder, style, pause=pause, log_errors=log_errors)
@@ -662,7 +662,7 @@ class ApiKeyMiddleware:
     def _match(self, key: str) -> bytes | None:
         """Return the key's digest if it is valid. Compares with all keys, each in constant time."""
         digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        matches = [hmac.compare_digest(digest, each) for each in self._digests]
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return digest if any(matches) else None
 
 
@@ -704,7 +704,7 @@ _UNQUOTED: Final = "[]=.-_/:+@"
 
 def header_value(ignored: Iterable[Ignored]) -> str:
     """Return the distinct names of ignored parts as printable ASCII: `client_metadata, input[].phase, +3 more`."""
-    names = list(dict.fromkeys(quote(each.name[:_MAX_NAME], safe=_UNQUOTED, errors="replace") for each in ignored))
+    names = list(dict.fromkeys(quote(field.name[:_MAX_NAME], safe=_UNQUOTED, errors="replace") for field in ignored))
     shown: list[str] = []
     left = MAX_HEADER_BYTES
     for name in names[:MAX_HEADER_NAMES]:
@@ -781,7 +781,7 @@ class IgnoredPartsMiddleware:
                 value = header_value(ignored)
                 MutableHeaders(scope=message)[IGNORED_HEADER] = value
                 logger.debug("%s %s: ignored %s", scope["method"], quote(scope["path"]), value)
-                self._metrics.on_ignored(each.kind for each in ignored)
+                self._metrics.on_ignored(field.kind for field in ignored)
             await send(message)
 
         await self._app(scope, receive, send_with_header)

@@ -93,7 +93,7 @@ class RootPath:
 
     def _without_prefix(self, path: str) -> str:
         stripped = path.removeprefix(self._prefix)
-        if stripped == path or any(own.match(path) for own in self._own_paths):
+        if stripped == path or any(own_path.match(path) for own_path in self._own_paths):
             return path
         return stripped if stripped.startswith("/") else path if stripped else "/"
 
@@ -103,8 +103,8 @@ def _paths(app: FastAPI) -> Iterator[str]:
     for route in app.routes:
         inner: Any = getattr(route, "effective_route_contexts", None)
         routes: Iterable[Any] = (route,) if inner is None else inner()
-        for each in routes:
-            yield each.path
+        for inner_route in routes:
+            yield inner_route.path
 
 
 class HttpServer(uvicorn.Server):
@@ -150,14 +150,14 @@ class HttpServer(uvicorn.Server):
             (_ACCESS_LOG, _SilentPaths(self._config.disable_access_log_for_endpoints, self._config.prefix)),
             (_ERROR_LOG, _LimitedWarnings()),
         ]
-        for name, each in filters:
-            logging.getLogger(name).addFilter(each)
+        for name, log_filter in filters:
+            logging.getLogger(name).addFilter(log_filter)
         try:
             async with self._lifespan():
                 await super().serve(sockets)
         finally:
-            for name, each in filters:
-                logging.getLogger(name).removeFilter(each)
+            for name, log_filter in filters:
+                logging.getLogger(name).removeFilter(log_filter)
             if reloading is not None:
                 reloading.cancel()
 

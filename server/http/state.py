@@ -140,8 +140,8 @@ class ServerState:
     @property
     def auto_tool_choice(self) -> bool:
         """Whether the model may choose to call tools: by --enable-auto-tool-choice, or in its own format."""
-        own = not self.config.tool_call_parser and bool(self._llm.info.answers.tools)
-        return self.config.enable_auto_tool_choice or own
+        uses_own_parser = not self.config.tool_call_parser and bool(self._llm.info.answers.tools)
+        return self.config.enable_auto_tool_choice or uses_own_parser
 
     @cached_property
     def reasoning_format(self) -> ReasoningFormat | None:
@@ -166,7 +166,7 @@ class ServerState:
         if not requested:
             return self.names[0]
         if not self.serves(requested):
-            served = [*self.names, *(each.adapter.name for each in self.adapters.served[:_SHOWN_ADAPTERS])]
+            served = [*self.names, *(adapter.adapter.name for adapter in self.adapters.served[:_SHOWN_ADAPTERS])]
             raise ModelNotFoundError(
                 f"the model {requested[:200]!r} does not exist; served models: {', '.join(served)}"
             )

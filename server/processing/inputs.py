@@ -683,13 +683,13 @@ def encode(tokenizer: Tokenizer, text: str, *, special: bool, keep: int | None, 
     """Return at most `keep` token ids of a text, special tokens included."""
     if keep is not None:
         text = tokenizer.pre_truncate(text, keep, side or "right")
-    whole = tokenizer.encode(text, special)
-    if keep is None or len(whole) <= keep:
-        return whole
-    inner = tokenizer.encode(text, False) if special else whole
-    start = _find(inner, whole, 0)
-    budget = _text_budget(keep, len(whole) - len(inner))
-    return whole[:start] + cut(inner, budget, side) + whole[start + len(inner) :]
+    ids = tokenizer.encode(text, special)
+    if keep is None or len(ids) <= keep:
+        return ids
+    inner = tokenizer.encode(text, False) if special else ids
+    start = _find(inner, ids, 0)
+    budget = _text_budget(keep, len(ids) - len(inner))
+    return ids[:start] + cut(inner, budget, side) + ids[start + len(inner) :]
 
 
 def encode_pair(
@@ -698,20 +698,20 @@ def encode_pair(
     """Return at most `keep` token ids of a pair, and where token type 1 begins. The longer text is cut first."""
     if keep is not None:
         first, second = (tokenizer.pre_truncate(text, keep, side or "right") for text in (first, second))
-    whole, type_one = tokenizer.encode_pair(first, second)
-    if keep is None or len(whole) <= keep:
-        return whole, type_one
+    ids, type_one = tokenizer.encode_pair(first, second)
+    if keep is None or len(ids) <= keep:
+        return ids, type_one
     one = tokenizer.encode(first, False)
     two = tokenizer.encode(second, False)
-    start = _find(one, whole, 0)
-    middle = _find(two, whole, start + len(one))
-    budget = _text_budget(keep, len(whole) - len(one) - len(two))
+    start = _find(one, ids, 0)
+    middle = _find(two, ids, start + len(one))
+    budget = _text_budget(keep, len(ids) - len(one) - len(two))
     keep_one, keep_two = _split_pair(len(one), len(two), budget)
-    before = whole[:start]
-    between = whole[start + len(one) : middle]
-    after = whole[middle + len(two) :]
-    ids = [*before, *cut(one, keep_one, side), *between, *cut(two, keep_two, side), *after]
-    return ids, None if type_one is None else type_one - (len(one) - keep_one)
+    before = ids[:start]
+    between = ids[start + len(one) : middle]
+    after = ids[middle + len(two) :]
+    shortened_ids = [*before, *cut(one, keep_one, side), *between, *cut(two, keep_two, side), *after]
+    return shortened_ids, None if type_one is None else type_one - (len(one) - keep_one)
 
 
 def shortened(tokenizer: Tokenizer, text: str, max_tokens: int) -> str:
@@ -744,10 +744,10 @@ def _text_budget(keep: int, special: int) -> int:
     return keep - special
 
 
-def _find(part: Sequence[int], whole: Sequence[int], start: int) -> int:
+def _find(part: Sequence[int], ids: Sequence[int], start: int) -> int:
     """Return the index of a text's own tokens among all."""
-    for index in range(start, len(whole) - len(part) + 1):
-        if list(whole[index : index + len(part)]) == list(part):
+    for index in range(start, len(ids) - len(part) + 1):
+        if list(ids[index : index + len(part)]) == list(part):
             return index
     raise RequestError("truncate_prompt_tokens", "this model's tokenizer cannot truncate texts; shorten the text")
 
@@ -815,7 +815,9 @@ class OutputConstraints:
 
     def _may_start(self, format: ReasoningFormat, prompt: str) -> bool:
         """Return True if reasoning may still start: the prompt has not ended it."""
-        return not prompt.rstrip().endswith(format.ends) and any(format.thinks(prompt + each) for each in format.starts)
+        return not prompt.rstrip().endswith(format.ends) and any(
+            format.thinks(prompt + start) for start in format.starts
+        )
 
     def _sequences(self, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         assert self._tokenizer is not None

@@ -121,7 +121,7 @@ class OutputProcessor:
     def add(self, prepared: PreparedRequest, kind: RequestOutputKind | None = None) -> None:
         """Track a request; `kind` overrides its params' output kind. Raises RequestError if its id is in use."""
         ids = [child.request_id for child in prepared.children]
-        if prepared.request_id in self or any(each in self._sequences for each in ids):
+        if prepared.request_id in self or any(child_id in self._sequences for child_id in ids):
             raise RequestError("request_id", f"request_id {prepared.request_id!r} is in use")
         params = prepared.params
         if isinstance(params, PoolingParams):
@@ -169,7 +169,7 @@ class OutputProcessor:
                     continue
                 ready.append(request.output([sequence.output(request.kind)]))
             elif not request.running:
-                ready.append(request.output([each.output(request.kind) for each in request.sequences]))
+                ready.append(request.output([sequence.output(request.kind) for sequence in request.sequences]))
         return ready, stopped
 
     def abort(self, request_ids: Iterable[str]) -> tuple[list[RequestOutput], list[str]]:
@@ -193,7 +193,7 @@ class OutputProcessor:
                 self._finish(child_id, sequence, "abort")
                 children.append(child_id)
             shown = request.sequences if request.kind is _FINAL_ONLY else unfinished
-            ended.append(request.output([each.output(request.kind) for each in shown]))
+            ended.append(request.output([sequence.output(request.kind) for sequence in shown]))
         return ended, children
 
     def waiting(self) -> dict[str, list[list[str]]]:
@@ -205,12 +205,14 @@ class OutputProcessor:
         for prepared in (*requests, *self._pooling.values()):
             callers.setdefault(_caller(prepared), []).append(prepared)
         for request in self._requests.values():
-            if any(each.token_ids for each in request.sequences):
+            if any(sequence.token_ids for sequence in request.sequences):
                 callers.pop(_caller(request.prepared), None)
         owners: dict[str, list[list[str]]] = {}
-        for prepared_requests in sorted(callers.values(), key=lambda each: each[0].children[0].priority):
+        for prepared_requests in sorted(
+            callers.values(), key=lambda requests_of_caller: requests_of_caller[0].children[0].priority
+        ):
             owner = owners.setdefault(prepared_requests[0].children[0].owner, [])
-            owner.append([each.request_id for each in prepared_requests])
+            owner.append([prepared.request_id for prepared in prepared_requests])
         return owners
 
     def drop(self, request_id: str) -> list[str]:
@@ -243,8 +245,8 @@ class OutputProcessor:
         """Return the ids of the requests of these sequences that another engine cannot run: a caller may have read
         something of them, or they were run again before, and may be what ends engines.
         """
-        parents = dict.fromkeys(parent for each in child_ids if (parent := self.parent_of(each)) is not None)
-        return [each for each in parents if self._is_lost(each)]
+        parents = dict.fromkeys(parent for child_id in child_ids if (parent := self.parent_of(child_id)) is not None)
+        return [parent for parent in parents if self._is_lost(parent)]
 
     def _is_lost(self, request_id: str) -> bool:
         request = self._requests.get(request_id)
@@ -345,7 +347,7 @@ def _generation_trace(request: RunningRequest, reason: str) -> RequestTrace:
         last_token=metrics.last_token_ts,
         prompt_tokens=_num_prompt_tokens(prepared),
         completion_tokens=metrics.num_generation_tokens,
-        finish_reasons=tuple(each.finish_reason or reason for each in request.sequences),
+        finish_reasons=tuple(sequence.finish_reason or reason for sequence in request.sequences),
         n=len(request.sequences),
         temperature=params.temperature,
         top_p=params.top_p,
@@ -376,8 +378,8 @@ def _pooling_trace(prepared: PreparedRequest, output: EngineOutput, now: float) 
 
 def clear_events(events: RequestEvents) -> None:
     """Remove all events: they are recorded."""
-    for each in (events.tokens, events.first_tokens, events.sequences, events.requests):
-        each.clear()
+    for batch in (events.tokens, events.first_tokens, events.sequences, events.requests):
+        batch.clear()
 
 
 def _count_tokens(sequence: SequenceState, new_tokens: int, now: float, events: RequestEvents | None) -> None:
@@ -430,8 +432,8 @@ def _add_finished(events: RequestEvents, sequence: SequenceState, reason: str) -
     )
     events.sequences.append(finished)
     answers = request.metrics.answers
-    if not request.running and all(each.is_complete for each in answers):
-        longest = max(each.num_generation_tokens for each in answers)
+    if not request.running and all(answer.is_complete for answer in answers):
+        longest = max(answer.num_generation_tokens for answer in answers)
         events.requests.append(FinishedRequest(replica=answers[0].replica, n=len(answers), longest=longest))
 
 
@@ -506,7 +508,7 @@ class RunningRequest:
     @property
     def is_sent(self) -> bool:
         """True if a caller may have read something of it."""
-        return self.kind is not _FINAL_ONLY and any(each.token_ids for each in self.sequences)
+        return self.kind is not _FINAL_ONLY and any(sequence.token_ids for sequence in self.sequences)
 
     def start_again(self, index: int, tokenizer: Tokenizer | None) -> SequenceState:
         """Replace a sequence by one without tokens, and return it."""
@@ -819,7 +821,7 @@ class AsyncRequests:
         Streams of generation close with finish_reason "abort", those of pooling fail with AbortedError.
         """
         ids = list(request_ids)
-        streams = {each: self._streams.get(each) for each in ids}
+        streams = {request_id: self._streams.get(request_id) for request_id in ids}
         outputs, children = self._end(ids)
         for output in outputs:
             if (stream := streams.pop(output.request_id, None)) is not None:
@@ -880,7 +882,7 @@ class AsyncRequests:
         lost = [child.request_id for child in self.children] if child_ids is None else child_ids
         running = self._fail(self._processor.lost(lost), error)
         gone = set(lost)
-        return [each for each in running if each not in gone], self._processor.start_again(lost)
+        return [request_id for request_id in running if request_id not in gone], self._processor.start_again(lost)
 
     @property
     def children(self) -> list[EngineRequest]:

@@ -37,7 +37,7 @@ def texts_of(field: str, value: object) -> list[str]:
     many = value if isinstance(value, list | tuple) else [value]
     if not many:
         raise RequestError(field, f"{field} is empty")
-    return [_text(field if many is not value else f"{field}[{index}]", each) for index, each in enumerate(many)]
+    return [_text(field if many is not value else f"{field}[{index}]", item) for index, item in enumerate(many)]
 
 
 def _text(path: str, value: object) -> str:

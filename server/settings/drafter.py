@@ -68,17 +68,17 @@ def resolve_drafter(
                 raise ModelError("method mtp: the model has no specification of its own; use another method")
             found = mtp_drafter(hf_config, checkpoint.names, target, family)
         else:
-            own = open_drafter(config, settings)
-            own_config, quantization = _config_of(own)
+            drafter = open_drafter(config, settings)
+            own_config, quantization = _config_of(drafter)
             if (speculators := read_speculators(own_config)) is not None:
                 method = speculators.method
                 own_config = speculators.config
                 stated = speculators.num_tokens
             elif method == "draft_model":
-                method = implied_method(own_config, own.names)
+                method = implied_method(own_config, drafter.names)
             if method == _MTP:
                 raise ModelError("method mtp reads the model's own checkpoint; drop model")
-            found = _drafter_of(method, own_config, own, target)
+            found = _drafter_of(method, own_config, drafter, target)
     except ModelError as error:
         raise ConfigError(FLAG, f"{settings.model or config.model.model}: {error}") from None
     number = settings.num_speculative_tokens or stated or found.most or (1 if method == _MTP else None)

@@ -83,7 +83,7 @@ class EngineArgs:
     def _apply(self, resolved: ResolvedSettings) -> None:
         resolved = _with_overridden_length(resolved)
         self._config = EngineConfig(
-            **{name: build(each, resolved.values, ENGINE_SETTINGS.values()) for name, each in ENGINE_GROUPS.items()}
+            **{name: build(group, resolved.values, ENGINE_SETTINGS.values()) for name, group in ENGINE_GROUPS.items()}
         )
         notes = dict.fromkeys((*env.notes(settings=_ALL_NAMES), *resolved.notes))
         for note in (note for note in notes if note not in self._logged):
@@ -271,7 +271,7 @@ class FlagParser(argparse.ArgumentParser):
         flag, equals, value = word.partition("=")
         if not flag.startswith("--") or flag in self._option_string_actions:
             return word
-        added = next((each for each in self._option_string_actions if _dashed(each) == flag), flag)
+        added = next((spelling for spelling in self._option_string_actions if _dashed(spelling) == flag), flag)
         return f"{added}{equals}{value}"
 
     def parse_args(  # type: ignore[override]
@@ -309,11 +309,11 @@ class FlagParser(argparse.ArgumentParser):
         """Return all flags by group."""
         groups = [
             Group(
-                name=str(each.title),
-                description=(each.description or "").partition("\n")[0],
-                flags=tuple(map(self._flag, each._group_actions)),
+                name=str(group.title),
+                description=(group.description or "").partition("\n")[0],
+                flags=tuple(map(self._flag, group._group_actions)),
             )
-            for each in self._action_groups
+            for group in self._action_groups
         ]
         return Page(self.prog, self.description or "", tuple(group for group in groups if group.flags))
 
@@ -353,7 +353,7 @@ class ScriptParser(FlagParser):
         if namespace is not None or not self.settings:
             return known
         path = vars(known).pop("config", None)
-        file = {} if path is None else {name: each.value for name, each in from_file(path, self.settings).items()}
+        file = {} if path is None else {name: sourced.value for name, sourced in from_file(path, self.settings).items()}
         return DefaultsNamespace(self.settings, {**file, **vars(known), **given(known, self.settings.values())})
 
 

@@ -37,7 +37,7 @@ class Flag:
     @property
     def names(self) -> frozenset[str]:
         """All spellings without leading dashes."""
-        return frozenset(each.lstrip("-").lower() for each in self.spellings)
+        return frozenset(spelling.lstrip("-").lower() for spelling in self.spellings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Page:
     @property
     def spellings(self) -> frozenset[str]:
         """All spellings of all flags."""
-        return frozenset(each for group in self.groups for flag in group.flags for each in flag.spellings)
+        return frozenset(spelling for group in self.groups for flag in group.flags for spelling in flag.spellings)
 
 
 def help_text(page: Page, what: str) -> str:
@@ -85,9 +85,9 @@ def help_text(page: Page, what: str) -> str:
 
 def overview(page: Page) -> str:
     """Return usage, the command's own flags, the names of the shared groups, and hints."""
-    own = [group for group in page.groups if not _is_shared(group)]
+    own_groups = [group for group in page.groups if not _is_shared(group)]
     shared = [group for group in page.groups if _is_shared(group)]
-    parts = [_usage(page), page.description, *map(_group, own)]
+    parts = [_usage(page), page.description, *map(_group, own_groups)]
     if shared:
         parts.append("\n".join(["Flag groups:", *_groups(shared)]))
         parts.append("\n".join(["More help:", *_hints(page, shared)]))
@@ -137,10 +137,10 @@ def _group(group: Group) -> str:
 def _search(page: Page, name: str, word: str) -> str:
     """Return the flags with the word in their name or help. Raise ConfigError if there are none."""
     flags = [flag for group in page.groups for flag in group.flags]
-    named = [flag for flag in flags if any(name in each for each in flag.names)]
+    named = [flag for flag in flags if any(name in flag_name for flag_name in flag.names)]
     described = [flag for flag in flags if flag not in named and word in _text(flag).lower()]
     if not named and not described:
-        known = [each for flag in flags for each in flag.names] + [group.name for group in page.groups]
+        known = [flag_name for flag in flags for flag_name in flag.names] + [group.name for group in page.groups]
         near = did_you_mean(name, known) or "; try --help=listgroup"
         raise ConfigError("--help", f"no group, flag or help text matches {word!r}{near}")
     parts = []
@@ -231,9 +231,12 @@ def _synopsis(flag: Flag) -> str:
     """Return `--max-num-seqs SEQS`, `--[no-]enforce-eager` or `-tp, --tensor-parallel-size SIZE`."""
     if not flag.spellings:
         return flag.metavar
-    positive = {f"--no-{each[2:]}": each for each in flag.spellings if each.startswith("--")}
-    words = [f"--[no-]{each[2:]}" if f"--no-{each[2:]}" in flag.spellings else each for each in flag.spellings]
-    shown = [word for word, each in zip(words, flag.spellings) if positive.get(each) not in flag.spellings]
+    positive = {f"--no-{spelling[2:]}": spelling for spelling in flag.spellings if spelling.startswith("--")}
+    words = [
+        f"--[no-]{spelling[2:]}" if f"--no-{spelling[2:]}" in flag.spellings else spelling
+        for spelling in flag.spellings
+    ]
+    shown = [word for word, spelling in zip(words, flag.spellings) if positive.get(spelling) not in flag.spellings]
     value = flag.metavar
     if flag.optional:
         value = f"[{value}]"

@@ -120,15 +120,19 @@ def sampler_options(config: EngineConfig, vllm_config: object = None, backend: s
 
 def read_arguments(model: ModelConfig) -> frozenset[str] | None:
     """Return the entries of `extra_args` that the --logits-processors read; None: any. Raise ConfigError."""
-    classes = [load(_PROCESSORS, each, LOGITS_PROCESSORS) for each in model.logits_processors]
-    own = [each for each in EXTRA_SAMPLERS.values() if each in classes]
-    return frozenset(name for each in own for name in each.arguments) if len(own) == len(set(classes)) else None
+    classes = [load(_PROCESSORS, name, LOGITS_PROCESSORS) for name in model.logits_processors]
+    built_in = [sampler for sampler in EXTRA_SAMPLERS.values() if sampler in classes]
+    return (
+        frozenset(name for sampler in built_in for name in sampler.arguments)
+        if len(built_in) == len(set(classes))
+        else None
+    )
 
 
 def param_checks(model: ModelConfig) -> list[Callable[[SamplingParams], object]]:
     """Return validate_params of the --logits-processors that have one. Raise ConfigError."""
     classes = [load(_PROCESSORS, name, LOGITS_PROCESSORS) for name in model.logits_processors]
-    return [each.validate_params for each in classes if callable(getattr(each, "validate_params", None))]
+    return [processor.validate_params for processor in classes if callable(getattr(processor, "validate_params", None))]
 
 
 def _is_batched(make: Any) -> bool:

@@ -88,7 +88,7 @@ def pooling_info(runner: PoolingRunner, spec: AnySpec, hf_config: Mapping[str, A
     embeds = runner.use == "embed"
     size = pooler.dense[-1].width if pooler.dense else spec.hidden_width
     matryoshka = hf_config.get("matryoshka_dimensions") or ()
-    if not isinstance(matryoshka, list | tuple) or not all(type(each) is int for each in matryoshka):
+    if not isinstance(matryoshka, list | tuple) or not all(type(size) is int for size in matryoshka):
         raise ModelError(f"config.json: matryoshka_dimensions is {str(matryoshka)[:60]}, not a list of integers")
     activates = runner.modules.normalise if embeds and runner.modules is not None else True
     info = PoolingInfo(

@@ -306,19 +306,19 @@ def assemble(
     if workers is not None:
         with phases("meet the others"):
             options = replace(options, rank=workers.arrive(checkpoint))
-    own = create(options)
-    together = None if workers is None else workers.joined(own)
-    backend: Backend = together or own
+    own_backend = create(options)
+    together = None if workers is None else workers.joined(own_backend)
+    backend: Backend = together or own_backend
     try:
         with phases("load weights"):
             if isinstance(checkpoint, ShardedCheckpoint):
-                cast(CheckpointBackend, own).load_checkpoint(checkpoint.folder)
+                cast(CheckpointBackend, own_backend).load_checkpoint(checkpoint.folder)
             else:
                 backend.load(weights)
         if resolved.drafter is not None:
             with phases("load drafter"):
                 drafter = read_drafter(config, resolved.drafter, checkpoint)
-                cast(DraftingBackend, own).load_drafter(drafter)
+                cast(DraftingBackend, own_backend).load_drafter(drafter)
         with phases("allocate KV cache"):
             memory = backend.plan_memory()
             num_blocks = memory.num_blocks
@@ -345,8 +345,8 @@ def assemble(
     store = _adapter_store(resolved, backend)
     make_scheduler = assembly.make_scheduler
     core = _generation_core(backend, resolved.layout, limits, num_blocks, copies, make_scheduler, structured, store)
-    core.profiler = step_profiler(config, own)
-    sleeping = own if isinstance(together, FollowingBackend) else backend
+    core.profiler = step_profiler(config, own_backend)
+    sleeping = own_backend if isinstance(together, FollowingBackend) else backend
     sleeper = _sleeper(config, sleeping, core, resolved) if config.model.enable_sleep_mode else None
     return BuiltEngine(core, backend, info, together, sleeper, structured, memory)
 

@@ -101,8 +101,8 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
         return iter(())  # the backend reads its arrays itself
     modules = resolved.runner.modules if resolved.runner is not None else None
     if isinstance(resolved.spec, TransformersSpec) or resolved.family is None:
-        whole = _stored(config, checkpoint)  # transformers renames them
-        return whole if modules is None else chain(whole, module_tensors(modules))
+        stored = _stored(config, checkpoint)  # transformers renames them
+        return stored if modules is None else chain(stored, module_tensors(modules))
     shapes = params(resolved.spec)
     if config.load.load_format == "dummy":
         return dummy_weights(shapes, config.model.seed, resolved.dtype, resolved.schemes)

@@ -49,7 +49,9 @@ class LeadingRanks:
     def start(self) -> None:
         """Start the other ranks, which wait for their jobs."""
         self._workers = self._executor.start()
-        self._peers = tuple(Peer(each.connection, each.name, exit_status=each.exit_status) for each in self._workers)
+        self._peers = tuple(
+            Peer(worker.connection, worker.name, exit_status=worker.exit_status) for worker in self._workers
+        )
 
     def arrive(self, checkpoint: Checkpoint) -> RankLink:
         """Send each rank its job, and form the process group."""
@@ -58,12 +60,12 @@ class LeadingRanks:
         _check_devices(self._runtime, self._executor, size)
         listener = socket.create_server((self._executor.host, 0))
         host, port = listener.getsockname()[:2]
-        own = RankInfo(rank=0, size=size, device=device, host=host, port=port)
+        leader = RankInfo(rank=0, size=size, device=device, host=host, port=port)
         for rank, (worker, peer) in enumerate(zip(self._workers, self._peers), 1):
             other = RankInfo(rank=rank, size=size, device=worker.device, host=host, port=port)
             config = _config_of(self._config, checkpoint, rank)
             peer.send_bytes(encode(Job(config=config, usage=self._usage, rank=other)))
-        self._comm = _run_while_alive(self._peers, lambda: self._runtime.join(own, listener))
+        self._comm = _run_while_alive(self._peers, lambda: self._runtime.join(leader, listener))
         return RankLink(self._comm, device)
 
     def joined(self, backend: Backend) -> LeadingBackend:

@@ -254,15 +254,15 @@ def _import(word: str) -> str:
     if alias:
         return f"from {HOMES[name]} import {name} as {alias}"
     if name in RENAMED:
-        module, own = RENAMED[name]
-        return f"from {module} import {own} as {name}"
+        module, target = RENAMED[name]
+        return f"from {module} import {target} as {name}"
     return f"from {HOMES[name]} import {name} as {name}"
 
 
 def public_object(name: str) -> Any:
     """Import and return what a public name stands for."""
-    module, own = RENAMED.get(name) or (HOMES[name], name)
-    return getattr(import_module(module), own)
+    module, target = RENAMED.get(name) or (HOMES[name], name)
+    return getattr(import_module(module), target)
 
 
 def find(fullname: str) -> ModuleSpec | None:

@@ -384,7 +384,7 @@ class ParserClasses(Generic[ParserT]):
         if not (isinstance(parser, type) and issubclass(parser, self._base)):
             raise TypeError(f"{parser!r} is not a subclass of {self._base.__name__}")
         names = [name] if isinstance(name, str) else list(name or [parser.__name__])
-        taken = [each for each in names if each in self and not force]
+        taken = [name for name in names if name in self and not force]
         if taken:
             raise KeyError(f"a parser {taken[0]!r} is registered already")
         self._classes |= dict.fromkeys(names, parser)

@@ -134,7 +134,7 @@ class VllmReasoningFormat:
         return _StreamedReasoning(self._plugin, made, encode, ended=ended)
 
     def _construct(self, request: ParserRequest) -> ReasoningParser:
-        kinds = {each.kind for each in inspect.signature(self.make).parameters.values()}
+        kinds = {parameter.kind for parameter in inspect.signature(self.make).parameters.values()}
         takes_keywords = inspect.Parameter.VAR_KEYWORD in kinds
         keywords = {"chat_template_kwargs": request.chat_template_kwargs} if takes_keywords else {}
         make: Callable[..., ReasoningParser] = self.make
@@ -332,7 +332,7 @@ def _encode(tokenizer: PluginTokenizer | None) -> Callable[[str], list[int]]:
 
 def _num_positional(make: Callable[..., Any]) -> int:
     """Return the number of positional arguments that a callable takes, at most 2 of any number."""
-    kinds = [each.kind for each in inspect.signature(make).parameters.values()]
+    kinds = [parameter.kind for parameter in inspect.signature(make).parameters.values()]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return 2 if inspect.Parameter.VAR_POSITIONAL in kinds else sum(kind in positional for kind in kinds)
 

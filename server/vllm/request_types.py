@@ -202,7 +202,9 @@ def shows_options(options: type, **defaults: object) -> Callable[[MethodT], Meth
 
     def decorate(method: MethodT) -> MethodT:
         signature = inspect.signature(method)
-        named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        named = [
+            parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
+        ]
         shown = [
             inspect.Parameter(
                 name,

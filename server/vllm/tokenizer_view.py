@@ -70,7 +70,7 @@ class HfTokenizer:
         limit = (max_length or self.model_max_length) if truncation else None
         single = isinstance(text, str)
         texts = [text] if isinstance(text, str) else list(text)
-        rows = [self._ids(each, text_pair, add_special_tokens, limit) for each in texts]
+        rows = [self._ids(text, text_pair, add_special_tokens, limit) for text in texts]
         masks = [[1] * len(row) for row in rows]
         if padding:
             longest = max_length if padding == "max_length" else max(map(len, rows), default=0)
@@ -83,7 +83,7 @@ class HfTokenizer:
         if return_offsets_mapping:
             if text_pair is not None or padding or limit is not None:
                 raise ValueError("return_offsets_mapping is for single texts, neither padded nor truncated")
-            result["offset_mapping"] = [self._tokenizer.offsets(each, add_special_tokens) for each in texts]
+            result["offset_mapping"] = [self._tokenizer.offsets(text, add_special_tokens) for text in texts]
         if return_tensors is not None:
             if len({len(row) for row in rows}) > 1:
                 raise ValueError("texts of several lengths make no tensor; set padding=True")
@@ -110,7 +110,7 @@ class HfTokenizer:
 
     def batch_decode(self, sequences: Sequence[Ids], skip_special_tokens: bool = False) -> list[str]:
         """Return the text of each sequence of ids."""
-        return [self.decode(each, skip_special_tokens) for each in sequences]
+        return [self.decode(sequence, skip_special_tokens) for sequence in sequences]
 
     def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
         """Return the tokens of a text as the vocabulary spells them."""
@@ -128,7 +128,7 @@ class HfTokenizer:
         if isinstance(tokens, str):
             found = self._tokenizer.backend.token_to_id(tokens)
             return self.unk_token_id if found is None else found
-        return [self.convert_tokens_to_ids(each) for each in tokens]
+        return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
         """Return the text of tokens as the vocabulary spells them."""
@@ -160,7 +160,7 @@ class HfTokenizer:
         texts = [
             render_chat(
                 self._tokenizer,
-                each,  # type: ignore[arg-type]
+                messages,  # type: ignore[arg-type]
                 template=chat_template,
                 tools=tools,
                 documents=documents,
@@ -168,7 +168,7 @@ class HfTokenizer:
                 continue_final_message=continue_final_message,
                 **variables,
             )
-            for each in ([conversation] if single else conversation)
+            for messages in ([conversation] if single else conversation)
         ]
         given = texts[0] if single else texts
         if not tokenize:

@@ -217,20 +217,22 @@ class _Reader:
     def _strings(self, count: int) -> list[str]:
         # Start-up hot loop (two strings per vocabulary entry): bounds are checked by unpack_from and once at the end.
         buffer = self._buffer
-        at = self._at
+        offset = self._at
         length_of = struct.Struct("<Q").unpack_from
         result = []
         try:
             for _ in range(count):
-                (length,) = length_of(buffer, at)
-                at += 8 + length
-                result.append(str(buffer[at - length : at], "utf-8"))
+                (length,) = length_of(buffer, offset)
+                offset += 8 + length
+                result.append(str(buffer[offset - length : offset], "utf-8"))
         except (struct.error, OverflowError):
             self._take(self._file_size)  # The text ran past the end of the file: this raises.
         except UnicodeDecodeError as error:
-            self._take(at - self._at)  # This raises if the end of the file cuts the string.
-            raise WeightError(f"{self._path}: corrupt: a string near byte {at} is not UTF-8 ({error.reason})") from None
-        self._take(at - self._at)
+            self._take(offset - self._at)  # This raises if the end of the file cuts the string.
+            raise WeightError(
+                f"{self._path}: corrupt: a string near byte {offset} is not UTF-8 ({error.reason})"
+            ) from None
+        self._take(offset - self._at)
         return result
 
     def _value(self, kind: int) -> Any:

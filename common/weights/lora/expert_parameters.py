@@ -91,7 +91,7 @@ def expert_parameter(
     for name in names:
         for among in (rules, FUSED_EXPERT_RULES):  # transformers stacks experts that checkpoints have one by one
             match = match_tensor(among, f"{stem}.{name}", known)
-            found = None if match is None else _parameter(f"{stem}.{name}", match, known, own=among is rules)
+            found = None if match is None else _parameter(f"{stem}.{name}", match, known, of_family=among is rules)
             candidates += [] if found is None else [found]
     if not candidates:
         return None
@@ -105,12 +105,12 @@ def expert_parameter(
     )
 
 
-def _parameter(name: str, match: TensorMatch, known: Mapping[str, Param], *, own: bool) -> ExpertParameter | None:
+def _parameter(name: str, match: TensorMatch, known: Mapping[str, Param], *, of_family: bool) -> ExpertParameter | None:
     params = tuple(known[target] for target in match.targets)
     if not isinstance(match.rule, Rename | Split) or any(len(param.shape) != 3 for param in params):
         return None
     transpose = match.rule.transpose
-    first = transpose if isinstance(transpose, bool) else None if own else False
+    first = transpose if isinstance(transpose, bool) else None if of_family else False
     return ExpertParameter(name, match.rule, params, first)
 
 

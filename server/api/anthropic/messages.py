@@ -96,7 +96,7 @@ class MessagesBuilder:
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            "content": [self._as_dict(each) for each in self._content],
+            "content": [self._as_dict(item) for item in self._content],
             **self._stop,
             "usage": dict(self._usage or {}),
         }
@@ -110,7 +110,7 @@ class MessagesBuilder:
             self._stop["stop_reason"] = "max_tokens"
         elif isinstance(stop, str):
             self._stop = {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        elif any(each.block.kind == "call" for each in self._content):
+        elif any(item.block.kind == "call" for item in self._content):
             self._stop["stop_reason"] = "tool_use"
         else:
             self._stop["stop_reason"] = "end_turn"

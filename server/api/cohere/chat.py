@@ -289,17 +289,17 @@ class CohereChatBuilder:
             self._logprobs.append({"text": text, "token_ids": [token], "logprobs": [logprob]})
 
     def _block_events(self, events: Iterable[BlockEvent]) -> Iterator[dict[str, Any]]:
-        for each in events:
-            block = each.block
+        for block_event in events:
+            block = block_event.block
             is_call = block.kind == "call"
             name = "tool-call" if is_call else "content"
-            if isinstance(each, BlockStart):
+            if isinstance(block_event, BlockStart):
                 if is_call:
                     self._calls.append((block.call_id or f"call_{uuid.uuid4().hex}", block))
                 else:
                     self._content.append(block)
             index = len(self._calls if is_call else self._content) - 1
-            match each:
+            match block_event:
                 case BlockStart() if is_call:
                     yield _event(f"{name}-start", index, {"tool_calls": _call(*self._calls[-1], "")})
                 case BlockStart():

@@ -118,10 +118,10 @@ class CompletionRequest(SamplingFields):
         """Return the SamplingParams. `defaults`: the model's generation config. Raise RequestError."""
         limit = self.token_limit
         max_tokens = DEFAULT_MAX_TOKENS if limit is None else None if limit == -1 else limit
-        own: dict[str, Any] = {"logprobs": self.logprobs, "max_tokens": 1 if self.shows_prompt_only else max_tokens}
+        values: dict[str, Any] = {"logprobs": self.logprobs, "max_tokens": 1 if self.shows_prompt_only else max_tokens}
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
-            own["prompt_logprobs"] = self.logprobs
-        return self.sampling_params(defaults, **own)
+            values["prompt_logprobs"] = self.logprobs
+        return self.sampling_params(defaults, **values)
 
 
 # Response builder.

@@ -36,7 +36,7 @@ from pagoda.server.processing.inputs import PromptType
 
 _SET_BY_STREAM: Final = ("output_kind", "skip_clone")
 _OBJECTS: Final = {"structured_outputs": StructuredOutputsParams, "repetition_detection": RepetitionDetectionParams}
-_FIELDS: Final = frozenset(each.name for each in dataclasses.fields(SamplingParams)) - {*_SET_BY_STREAM}
+_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {*_SET_BY_STREAM}
 
 
 class GenerateRequest(RequestBody):
@@ -97,7 +97,7 @@ def _object(name: str, value: Any) -> Any:
     if value is None:
         return None
     kind = _OBJECTS[name]
-    known = {each.name for each in dataclasses.fields(kind)}
+    known = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(value, dict):
         raise RequestError(name, f"{name} must be an object")
     if unknown := sorted(value.keys() - known):
@@ -183,14 +183,14 @@ class GenerateBuilder(ResponseBuilder):
             return None
         if self.names is not None:
             return {"content": chat_logprobs(positions, self._params.logprobs, self.names)}
-        return {"content": [_token_logprobs(each) for each in positions]}
+        return {"content": [_token_logprobs(position) for position in positions]}
 
 
 def _token_logprobs(position: LogprobsOnePosition) -> dict[str, Any]:
     """Return one token's entry: the sampled token, then all reported ones, of which it is the first."""
     entries = [
-        {"token_id": token, "logprob": max(each.logprob, LOWEST), "rank": each.rank or None}
-        for token, each in position.items()
+        {"token_id": token, "logprob": max(logprob.logprob, LOWEST), "rank": logprob.rank or None}
+        for token, logprob in position.items()
     ]
     return entries[0] | {"top_logprobs": entries}
 

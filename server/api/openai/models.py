@@ -15,7 +15,7 @@ router = APIRouter(tags=["models"])
 async def list_models(request: Request) -> dict[str, Any]:
     """List the served models and LoRA adapters."""
     state = server_of(request)
-    names = [*state.names, *(each.adapter.name for each in state.adapters.served)]
+    names = [*state.names, *(served.adapter.name for served in state.adapters.served)]
     return {"object": "list", "data": [_card(state, name) for name in names]}
 
 

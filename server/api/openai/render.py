@@ -29,7 +29,7 @@ async def render_completions(request: Request) -> list[dict[str, Any]]:
     try:
         params = body.params(state.llm().info.sampling_defaults)
         name = request_id_of(request, body, "cmpl")
-        prompts = [await prompt_of(state, body, each, params) for each in body.prompts]
+        prompts = [await prompt_of(state, body, prompt, params) for prompt in body.prompts]
         options = _options_of(body, special_tokens=body.add_special_tokens is not False)
         return [await preview(state, f"{name}-{i}", model, p, params, options) for i, p in enumerate(prompts)]
     except RequestError as error:

@@ -219,9 +219,9 @@ class ConversationFields(PoolingFields):
         many = value if self.allows_many and isinstance(value[0], list) else [value]
         check_count(name, many)
         for messages in many:
-            if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+            if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
                 raise RequestError(name, f"{name} must be a list of messages, each an object with role and content")
-        return [self._conversation(each) for each in many]
+        return [self._conversation(conversation) for conversation in many]
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
         return Conversation(
@@ -406,7 +406,7 @@ def classes_response(meta: PoolingMeta, outputs: Sequence[RawPoolingOutput], lab
 
 def scores_response(meta: PoolingMeta, scores: Sequence[ScoringRequestOutput]) -> dict[str, Any]:
     return meta.listing(
-        [{"index": index, "object": "score", "score": each.outputs.score} for index, each in enumerate(scores)]
+        [{"index": index, "object": "score", "score": score.outputs.score} for index, score in enumerate(scores)]
     )
 
 

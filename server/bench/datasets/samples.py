@@ -25,7 +25,7 @@ class DatasetSample:
     token_ids: Sequence[int] = ()  # of `text` without what the server adds; empty if nothing counted them
     prompt_len: int = 0  # tokens, those included that the server adds to a text
     more: tuple[str, ...] = ()  # further texts of the same request: a batch of embeddings, documents of a rerank
-    at: float | None = None  # recorded arrival time, in seconds
+    arrival: float | None = None  # recorded arrival time, in seconds
     follows: int | None = None  # index of the request whose conversation this one continues; `text` is the new message
 
 

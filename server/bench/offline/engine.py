@@ -34,18 +34,18 @@ LoadT = TypeVar("LoadT")
 
 def add_load_arguments(parser: FlagParser, command: str) -> None:
     """Add the flags of a benchmark and of the engine."""
-    own = OWN_SETTINGS[command]
-    add_settings(parser, own.values())
-    add_settings(parser, ENGINE_SETTINGS.values(), skip=own)
+    own_settings = OWN_SETTINGS[command]
+    add_settings(parser, own_settings.values())
+    add_settings(parser, ENGINE_SETTINGS.values(), skip=own_settings)
     add_config_file(parser)
     add_explain_config(parser)
 
 
 def resolve_load(args: argparse.Namespace, command: str, config: type[LoadT]) -> tuple[LoadT, ResolvedSettings]:
     """Return the load and all settings. Raises ConfigError."""
-    own = OWN_SETTINGS[command]
-    settings = resolve_settings(args, ENGINE_SETTINGS, own)
-    return build(config, settings.values, own.values()), settings
+    own_settings = OWN_SETTINGS[command]
+    settings = resolve_settings(args, ENGINE_SETTINGS, own_settings)
+    return build(config, settings.values, own_settings.values()), settings
 
 
 def check_load(

@@ -241,7 +241,7 @@ def _adapters(load: ThroughputConfig, copies: int, count: int, seed: int) -> lis
     if not load.lora_path:
         return None
     requests = [LoRARequest(f"bench-{number}", number, load.lora_path) for number in range(1, copies + 1)]
-    by_name = {each.lora_name: each for each in requests}
+    by_name = {request.lora_name: request for request in requests}
     rng = np.random.default_rng(seed)
     names = lora_names(list(by_name), load.lora_assignment, count, lambda size: int(rng.integers(size)))
     return [by_name[name] for name in names]

@@ -128,12 +128,13 @@ def summary(speeds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return engine -> its rounds and their median, and under `ratios` the first engine's ratio to each other."""
     first, *others = speeds
     result: dict[str, Any] = {
-        name: {"output_tokens_per_s": list(each), "median": statistics.median(each)} for name, each in speeds.items()
+        name: {"output_tokens_per_s": list(rounds), "median": statistics.median(rounds)}
+        for name, rounds in speeds.items()
     }
     ratios = {}
     for name in others:
-        each = [round(ours / theirs, 2) for ours, theirs in zip(speeds[first], speeds[name])]
-        ratios[name] = {"rounds": each, "median": round(statistics.median(each), 2)}
+        round_ratios = [round(ours / theirs, 2) for ours, theirs in zip(speeds[first], speeds[name])]
+        ratios[name] = {"rounds": round_ratios, "median": round(statistics.median(round_ratios), 2)}
     return result | {"ratios": ratios}
 
 

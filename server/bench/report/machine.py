@@ -28,7 +28,7 @@ def machine(info: str = "/proc/cpuinfo") -> dict[str, Any]:
         "cores": cores,
         "instructions": [name for name in _INSTRUCTIONS if name in flags],
         "bf16_instructions": bool(flags & _BFLOAT16),
-        "load": [round(each, 2) for each in os.getloadavg()] if hasattr(os, "getloadavg") else [],
+        "load": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else [],
         "python": platform.python_version(),
     }
 

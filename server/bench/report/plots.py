@@ -51,9 +51,9 @@ def draw_series(axes: Axes, series: Mapping[str, Sequence[tuple[float, float, fl
 
 def plot_lengths(outcomes: Sequence[Outcome], path: Path) -> None:
     """Write histograms of the prompt, output and total lengths of the requests that succeeded."""
-    good = [each for each in outcomes if not each.error]
-    inputs = [each.prompt_tokens for each in good]
-    outputs = [each.output_tokens for each in good]
+    good = [outcome for outcome in outcomes if not outcome.error]
+    inputs = [outcome.prompt_tokens for outcome in good]
+    outputs = [outcome.output_tokens for outcome in good]
     drawn, ((*all_axes,),) = figure(1, 3, 4.5, 3.6)
     totals = [a + b for a, b in zip(inputs, outputs)]
     for axes, title, lengths in zip(all_axes, ("Prompt", "Output", "Prompt + output"), (inputs, outputs, totals)):

@@ -55,7 +55,10 @@ def result_table(
         if f"mean_{name}_ms" in results:
             lines.append(f"{heading:-^{WIDTH}}")
             statistics = ("mean", "median", *(f"p{percentile:g}" for percentile in percentiles))
-            lines += [row(f"{each.capitalize()} {short} (ms):", results[f"{each}_{name}_ms"]) for each in statistics]
+            lines += [
+                row(f"{statistic.capitalize()} {short} (ms):", results[f"{statistic}_{name}_ms"])
+                for statistic in statistics
+            ]
     if drafts := acceptance_rows(results):
         lines += [f"{'Speculative Decoding':-^{WIDTH}}", *(row(label, value) for label, value in drafts)]
     return "\n".join([*lines, "=" * WIDTH])

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     config: ParetoConfig = build(ParetoConfig, resolve_flags(args, SETTINGS), SETTINGS.values())
     folder = Path(args.experiment_dir)
     runs = read_runs(folder)
-    points = [point for point in (pareto_point(each, config) for each in runs) if point is not None]
+    points = [point for point in (pareto_point(run, config) for run in runs) if point is not None]
     if not points:
         raise ConfigError("--user-count-var", f"no run has {config.user_count_var} and output_throughput; use another")
     best = frontier(points)
@@ -83,7 +83,7 @@ def device_count(run: Run, variable: str | None) -> float:
 def frontier(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
     """Return the points that no other exceeds in one value and reaches in the other, by speed for a user."""
     best: list[ParetoPoint] = []
-    for point in sorted(points, key=lambda each: (each.per_user, each.per_device), reverse=True):
+    for point in sorted(points, key=lambda candidate: (candidate.per_user, candidate.per_device), reverse=True):
         if not best or point.per_device > best[-1].per_device:
             best.append(point)
     return best[::-1]

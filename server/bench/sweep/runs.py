@@ -49,7 +49,7 @@ class Experiment:
 
     def path(self, **parts: Combination) -> Path:
         """Return the folder of a combination, named after its non-empty parts."""
-        names = [f"{kind.upper()}-{each.name}" for kind, each in parts.items() if each.name]
+        names = [f"{kind.upper()}-{combination.name}" for kind, combination in parts.items() if combination.name]
         return self.folder / file_name("-".join(names) or "defaults")
 
     def runs(
@@ -219,7 +219,7 @@ def pairs_to_run(
     server_flags: Combination, bench_params: Sequence[Combination], serve: SweepServeConfig
 ) -> list[Combination]:
     """Return the benchmark flags that run with some server flags."""
-    return [each for each in bench_params if linked(server_flags, each, serve.link_vars)]
+    return [bench_flags for bench_flags in bench_params if linked(server_flags, bench_flags, serve.link_vars)]
 
 
 def read_json(path: Path) -> dict[str, Any]:

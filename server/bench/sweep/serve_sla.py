@@ -113,11 +113,10 @@ def run(args: argparse.Namespace) -> int:
     server_params = read_params(config.serve_params, "--serve-params")
     bench_params = read_params(serve.bench_params, "--bench-params")
     objectives = read_params(sla.sla_params, "--sla-params")
-    for each in objectives:
-        _criteria(each, sla)
-    for each in bench_params:
-        if each.get(sla.sla_variable) is not None:
-            raise ConfigError("--bench-params", f"sets {sla.sla_variable}, which is searched; drop it there")
+    for objective in objectives:
+        _criteria(objective, sla)
+    if any(bench_flags.get(sla.sla_variable) is not None for bench_flags in bench_params):
+        raise ConfigError("--bench-params", f"sets {sla.sla_variable}, which is searched; drop it there")
     experiment = Experiment.of(config)
     results: list[dict[str, Any]] = []
     for server_flags in server_params:
@@ -155,9 +154,9 @@ class Search:
         def meets(value: int) -> bool:
             measured = self._measure(str(value), value)
             runs.extend(measured)
-            return all(each.met_by(measured) for each in criteria)
+            return all(criterion.met_by(measured) for criterion in criteria)
 
-        if all(each.met_by(unlimited) for each in criteria):
+        if all(criterion.met_by(unlimited) for criterion in criteria):
             best = None
             complete = True
             shown = "any (all requests at once meet the objectives)"
@@ -179,7 +178,7 @@ class Search:
                 "complete": complete,
             },
         )
-        return [each | {"objectives": objective.name} for each in runs]
+        return [run | {"objectives": objective.name} for run in runs]
 
     def _measure(self, name: str, value: int | None) -> list[dict[str, Any]]:
         """Return the runs at a load; None: unlimited."""

@@ -239,7 +239,9 @@ class BatchOutput:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         with contextlib.suppress(OSError):  # a write error has been reported already
             self._file.close()
         if self._finished:

@@ -43,9 +43,9 @@ def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
 def run(args: argparse.Namespace) -> int:
     """Measure, write the file and print how well it fits. Returns 0. Raises ConfigError."""
     settings = resolve_settings(args, SETTINGS)
-    own: CalibrateConfig = build(CalibrateConfig, settings.values, SETTINGS.values())
+    calibrate: CalibrateConfig = build(CalibrateConfig, settings.values, SETTINGS.values())
     config = _engine_config(settings)
-    path = Path(own.output or f"{Path(config.model.model).stem}.calibration.json")
+    path = Path(calibrate.output or f"{Path(config.model.model).stem}.calibration.json")
     _check_writable(path)
     target = build_for_calibration(config, settings.sources)
     try:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
                 bar.total = total
                 bar.update(number - bar.n)
 
-            calibration = load_simulator().calibrate(target, own.repeats, own.max_seconds, done)
+            calibration = load_simulator().calibrate(target, calibrate.repeats, calibrate.max_seconds, done)
     finally:
         target.backend.close()
     try:

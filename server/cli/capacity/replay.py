@@ -31,8 +31,8 @@ def add_arguments(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the replay. Returns 1 if the scheduler did something else than at the incident. Raises RequestError."""
-    own = argparse.Namespace(**{name: value for name, value in vars(args).items() if name != "file"})
-    config: ReplayConfig = build(ReplayConfig, resolve_settings(own, SETTINGS).values, SETTINGS.values())
+    settings = argparse.Namespace(**{name: value for name, value in vars(args).items() if name != "file"})
+    config: ReplayConfig = build(ReplayConfig, resolve_settings(settings, SETTINGS).values, SETTINGS.values())
     snapshot = read_snapshot(Path(args.file))
     print(_head(snapshot))
     replay = Replay(snapshot)
@@ -89,14 +89,14 @@ def _line(call: ReplayedCall) -> str:
 def _state(scheduler: Scheduler) -> str:
     """Return one line per request, running ones first."""
     running = [
-        f"  row {each.row}: {each.request_id}, {len(each.prompt)} prompt + {len(each.outputs)} generated of at most "
-        f"{each.limit}, blocks {' + '.join(str(len(group.table)) for group in each.groups)}"
-        for each in scheduler.running
+        f"  row {request.row}: {request.request_id}, {len(request.prompt)} prompt + {len(request.outputs)} generated "
+        f"of at most {request.limit}, blocks {' + '.join(str(len(group.table)) for group in request.groups)}"
+        for request in scheduler.running
     ]
     waiting = [
-        f"  waits: {each.request_id}, {each.num_known} tokens, {each.num_preemptions} preemptions"
-        for each in scheduler.unfinished
-        if not each.groups
+        f"  waits: {request.request_id}, {request.num_known} tokens, {request.num_preemptions} preemptions"
+        for request in scheduler.unfinished
+        if not request.groups
     ]
     lines = running + waiting
     more = [f"  and {len(lines) - SHOWN_REQUESTS} more"] if len(lines) > SHOWN_REQUESTS else []

@@ -103,16 +103,18 @@ def _prompt(line: TraceLine, index: int, tokens: Int64, seed: int) -> list[int]:
         return line.prompt_token_ids
     size = line.hash_block_size
     length = line.num_prompt
-    shared = [np.random.default_rng((seed, 1, each)).choice(tokens, size) for each in map(abs, line.hash_ids)]
+    shared = [np.random.default_rng((seed, 1, hash_id)).choice(tokens, size) for hash_id in map(abs, line.hash_ids)]
     known = np.concatenate([*shared, np.zeros(0, np.int64)])[:length]
-    own = np.random.default_rng((seed, 0, index)).choice(tokens, length - len(known))
-    return [*known.tolist(), *own.tolist()]
+    unshared = np.random.default_rng((seed, 0, index)).choice(tokens, length - len(known))
+    return [*known.tolist(), *unshared.tolist()]
 
 
 def timed_request(
-    request_id: str, at: float, prompt: list[int], length: int, output: list[int] | None = None
+    request_id: str, arrival: float, prompt: list[int], length: int, output: list[int] | None = None
 ) -> TimedRequest:
     """Return a request that generates exactly `length` tokens. `output`: which, if the backend is simulated."""
     rules = SamplingRules(extra_args=None if output is None else {OUTPUT_TOKENS: output})
-    request = EngineRequest(request_id=request_id, prompt_token_ids=prompt, rules=rules, max_tokens=length, arrival=at)
-    return TimedRequest(at, request)
+    request = EngineRequest(
+        request_id=request_id, prompt_token_ids=prompt, rules=rules, max_tokens=length, arrival=arrival
+    )
+    return TimedRequest(arrival, request)

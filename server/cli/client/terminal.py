@@ -158,7 +158,7 @@ class Dialog:
             print(f"there is no command {name}; /help lists them")
 
     def _help(self) -> str:
-        return "\n".join([*(f"  {each.usage:<16}{each.help}" for each in self._commands.values()), _KEYS])
+        return "\n".join([*(f"  {command.usage:<16}{command.help}" for command in self._commands.values()), _KEYS])
 
 
 def read_message() -> str:

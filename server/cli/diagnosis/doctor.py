@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         for finding in check(config):
             findings.append(finding)
             print(f"{finding.level:<6}{finding.subject:<15}{redact(' '.join(finding.text.split()))}", flush=True)
-    fails, warnings = (sum(each.level == level for each in findings) for level in ("fail", "warn"))
+    fails, warnings = (sum(finding.level == level for finding in findings) for level in ("fail", "warn"))
     print(f"{fails} errors, {warnings} warnings" if fails or warnings else "nothing to fix")
     return 1 if fails else 0
 
@@ -388,7 +388,7 @@ def environment(config: DoctorConfig) -> Findings:
     clean = True
     try:
         from_environment([settings])
-        for note in env.notes(settings={name for each in COMMAND_SETTINGS.values() for name in each}):
+        for note in env.notes(settings={name for settings in COMMAND_SETTINGS.values() for name in settings}):
             clean = False
             yield Finding("warn", "environment", note)
     except ConfigError as error:

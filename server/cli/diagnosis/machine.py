@@ -139,7 +139,7 @@ def _clone() -> tuple[str, list[str]]:
         return "", []
     table: dict[str, Any] = tomllib.loads(text)["project"]
     extras = table["optional-dependencies"]
-    listed = [f'{each}; extra == "{extra}"' for extra, group in extras.items() for each in group]
+    listed = [f'{requirement}; extra == "{extra}"' for extra, group in extras.items() for requirement in group]
     return table["requires-python"], [*table["dependencies"], *listed]
 
 

@@ -318,17 +318,17 @@ class _ApiServer:
         on_ready: Callable[[], None],
     ) -> _ApiServer:
         """Start a process. `on_ready` is called once it serves requests, and `has_served` is true from then on."""
-        own, other = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        parent_end, other = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with other, contextlib.ExitStack() as failed:
-            failed.enter_context(own)
+            failed.enter_context(parent_end)
             descriptors = (listener.fileno(), other.fileno())
             process = await asyncio.create_subprocess_exec(
                 *(*words, *map(str, descriptors)), stdin=asyncio.subprocess.PIPE, pass_fds=descriptors, env=child_env()
             )
             failed.pop_all()
-        own.setblocking(False)
-        started = cls(process, own, on_ready)
-        asyncio.get_running_loop().add_reader(own.fileno(), started._read)
+        parent_end.setblocking(False)
+        started = cls(process, parent_end, on_ready)
+        asyncio.get_running_loop().add_reader(parent_end.fileno(), started._read)
         assert process.stdin is not None
         data = msgspec.msgpack.encode((config, server))
         process.stdin.write(data)

@@ -108,8 +108,8 @@ def _quantise(engine: EngineConfig, method: str, folder: Path) -> str:
     uses = tensor_uses(family.rules, parameters)
     exported = write_quantized(progress, uses, parameters, method, dtype, folder)
     named = {} if dtype is None else {"dtype": dtype}
-    whole = {key: value for key, value in hf_config.items() if not named or key != "torch_dtype"}
-    _write_json(folder / "config.json", {**whole, **named, "quantization_config": exported.config})
+    unquantized = {key: value for key, value in hf_config.items() if not named or key != "torch_dtype"}
+    _write_json(folder / "config.json", {**unquantized, **named, "quantization_config": exported.config})
     return exported.summary
 
 

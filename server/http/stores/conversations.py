@@ -97,7 +97,9 @@ class ConversationStore:
         self._shares.add(conversation.owner, size=size - conversation.size)
         conversation.size = size
         while (owner := self._shares.over()) is not None:
-            self._drop(next(each for each in self._conversations.values() if each.owner == owner))
+            self._drop(
+                next(conversation for conversation in self._conversations.values() if conversation.owner == owner)
+            )
 
     def _drop(self, conversation: StoredConversation) -> None:
         del self._conversations[conversation.owner, conversation.id]

@@ -87,7 +87,7 @@ class FileStore:
     def files(self, owner: str) -> list[StoredFile]:
         """Return the owner's files, oldest first."""
         self._drop_expired()
-        return [each for each in self._files.values() if each.owner == owner]
+        return [file for file in self._files.values() if file.owner == owner]
 
     def get(self, file_id: str, owner: str) -> StoredFile:
         """Return the owner's file. Raise HttpError (404), also for another owner's."""
@@ -143,10 +143,10 @@ class FileStore:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
-        files = sorted(self._stored(folder), key=lambda each: each.created_at)
-        self._files = {each.id: each for each in files}
-        for each in files:
-            self._shares.add(each.owner, count=1, size=each.bytes)
+        files = sorted(self._stored(folder), key=lambda file: file.created_at)
+        self._files = {file.id: file for file in files}
+        for file in files:
+            self._shares.add(file.owner, count=1, size=file.bytes)
         self._orphans = {path.stem: path for path in folder.glob("file-*.part")}
 
     def _stored(self, folder: Path) -> Iterator[StoredFile]:
@@ -164,7 +164,11 @@ class FileStore:
 
     def _drop_expired(self) -> None:
         now = time.time()
-        for file in [each for each in self._files.values() if each.expires_at is not None and each.expires_at <= now]:
+        for file in [
+            candidate
+            for candidate in self._files.values()
+            if candidate.expires_at is not None and candidate.expires_at <= now
+        ]:
             self._drop(file)
 
     # Called by a writer.

@@ -163,8 +163,8 @@ class ResponseStore:
 
     def _oldest(self, owner: bytes) -> StoredResponse:
         """Return the owner's oldest that has ended, else the oldest."""
-        own = self.of(owner)
-        return next((response for response in own if not response.running), own[0])
+        stored_by_owner = self.of(owner)
+        return next((response for response in stored_by_owner if not response.running), stored_by_owner[0])
 
     def _drop(self, response: StoredResponse) -> None:
         del self._responses[response.key]

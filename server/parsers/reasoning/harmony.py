@@ -46,21 +46,21 @@ class HarmonyReasoning:
         It takes one call per message, before its result; one text beside a call; tools with descriptions.
         """
         shown: list[Mapping[str, Any]] = []
-        at = 0
-        while at < len(messages):
-            message = messages[at]
-            calls = messages[at].get("tool_calls")
-            at += 1
+        position = 0
+        while position < len(messages):
+            message = messages[position]
+            calls = messages[position].get("tool_calls")
+            position += 1
             if not isinstance(calls, list) or not calls:
                 shown.append(message)
                 continue
-            results = list(takewhile(lambda later: later.get("role") == "tool", messages[at:]))
-            at += len(results)
+            results = list(takewhile(lambda later: later.get("role") == "tool", messages[position:]))
+            position += len(results)
             for index, call in enumerate(calls):
                 before = _one_text(message) if index == 0 else {"role": message.get("role")}
-                own = [result for result in results if _is_result(result, call)]
-                shown += [{**before, "tool_calls": [call]}, *own]
-                results = [result for result in results if result not in own]
+                results_of_call = [result for result in results if _is_result(result, call)]
+                shown += [{**before, "tool_calls": [call]}, *results_of_call]
+                results = [result for result in results if result not in results_of_call]
             shown += results
         return shown, [_described(tool) for tool in tools]
 
@@ -122,9 +122,9 @@ class HarmonyParser:
 
     def _header(self, final: bool) -> list[Event]:
         text = self._unread
-        start = next((each for each in _HEADER_STARTS if text.startswith(each)), "")
+        start = next((header for header in _HEADER_STARTS if text.startswith(header)), "")
         if not start:
-            if text and (final or not any(each.startswith(text) for each in _HEADER_STARTS)):
+            if text and (final or not any(header.startswith(text) for header in _HEADER_STARTS)):
                 self._in_header = False
                 self._kind = "other"
             return []

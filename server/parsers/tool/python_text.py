@@ -149,6 +149,6 @@ def _number(text: str) -> str:
     parts = _PARTS.fullmatch(text.replace("_", ""))
     if parts is None or not (parts[2] or parts[3]):
         raise Malformed
-    sign, whole, fraction, exponent = parts.groups(default="")
+    sign, integer, fraction, exponent = parts.groups(default="")
     point = f".{fraction or '0'}" if parts[3] is not None else ""
-    return f"{sign.replace('+', '')}{whole.lstrip('0') or '0'}{point}{exponent}"
+    return f"{sign.replace('+', '')}{integer.lstrip('0') or '0'}{point}{exponent}"

@@ -50,12 +50,12 @@ class SchemaShape:
 
     def _first(self, keyword: str) -> SchemaShape:
         schemas = (schema.get(keyword) for schema in _alternatives(self.schema, self.root, 0))
-        return SchemaShape(next((each for each in schemas if isinstance(each, Mapping)), None), self.root)
+        return SchemaShape(next((schema for schema in schemas if isinstance(schema, Mapping)), None), self.root)
 
 
 def arguments_shape(tools: Sequence[Tool], tool: str) -> SchemaShape:
     """Return the shape of the arguments of the tool called `tool`."""
-    schema = next((each.parameters for each in tools if each.name == tool), None)
+    schema = next((candidate.parameters for candidate in tools if candidate.name == tool), None)
     return SchemaShape(schema, schema if isinstance(schema, Mapping) else {})
 
 

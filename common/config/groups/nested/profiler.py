@@ -68,8 +68,8 @@ class ProfilerConfig:
             ) from None
 
 
-_KEYS: Final = tuple(each.name for each in fields(ProfilerConfig))
-_SWITCHES: Final = tuple(each.name for each in fields(ProfilerConfig) if each.type == "bool")
+_KEYS: Final = tuple(field.name for field in fields(ProfilerConfig))
+_SWITCHES: Final = tuple(field.name for field in fields(ProfilerConfig) if field.type == "bool")
 _COUNTS: Final = ("delay_iterations", "max_iterations")
 
 

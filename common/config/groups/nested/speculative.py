@@ -73,7 +73,7 @@ class SpeculativeConfig:
         return self.method in MODEL_METHODS
 
 
-_KEYS: Final = tuple(each.name for each in fields(SpeculativeConfig))
+_KEYS: Final = tuple(field.name for field in fields(SpeculativeConfig))
 _SUFFIX_KEYS: Final = tuple(key for key in _KEYS if key.startswith("suffix_decoding_"))
 _NGRAM_KEYS: Final = ("prompt_lookup_min", "prompt_lookup_max")
 _MODEL_KEYS: Final = ("draft_tensor_parallel_size", "quantization", "revision", "code_revision", "enforce_eager")

@@ -135,8 +135,8 @@ async def in_order(
         while queued:
             yield await queued.popleft()
     finally:
-        for each in queued:
-            each.cancel()
+        for task in queued:
+            task.cancel()
         await asyncio.gather(*queued, return_exceptions=True)
 
 

@@ -116,7 +116,7 @@ class BatchRunner:
 
     def batches(self, owner: str) -> list[Batch]:
         """Return the owner's batches, newest first."""
-        return [each for each in reversed(self._batches.values()) if each.owner == owner]
+        return [batch for batch in reversed(self._batches.values()) if batch.owner == owner]
 
     def get(self, batch_id: str, owner: str) -> Batch:
         """Return the owner's batch. Raise HttpError (404), also for another owner's."""
@@ -140,8 +140,8 @@ class BatchRunner:
 
     def go_on(self) -> None:
         """Go on with the batches of an earlier process. Called once, in the event loop."""
-        going_on = [each for each in self._batches.values() if not each.has_ended]
-        self._state.files.drop_unfinished([file_id for each in going_on for file_id in each.unfinished.values()])
+        going_on = [batch for batch in self._batches.values() if not batch.has_ended]
+        self._state.files.drop_unfinished([file_id for batch in going_on for file_id in batch.unfinished.values()])
         for batch in going_on:
             try:
                 source = self._state.files.path(self._state.files.get(batch.input_file_id, batch.owner)).open("rb")
@@ -159,9 +159,9 @@ class BatchRunner:
 
     def _drop_oldest(self) -> None:
         """Forget the oldest ended batch of the owner who has most of them. Raise HttpError (429) if none has ended."""
-        counts = Counter(each.owner for each in self._batches.values() if each.has_ended)
+        counts = Counter(batch.owner for batch in self._batches.values() if batch.has_ended)
         most = max(counts, key=counts.__getitem__, default=None)
-        ended = next((each for each in self._batches.values() if each.has_ended and each.owner == most), None)
+        ended = next((batch for batch in self._batches.values() if batch.has_ended and batch.owner == most), None)
         if ended is None:
             raise HttpError(429, f"{MAX_BATCHES} batches are waiting; try again when one has ended")
         del self._batches[ended.id]
@@ -191,7 +191,7 @@ class BatchRunner:
                 found.append(msgspec.json.decode(path.read_bytes(), type=Batch))
             except msgspec.DecodeError as error:
                 raise ConfigError("--files-dir", f"{path}: {error}; remove it, or use another folder") from None
-        for batch in sorted(found, key=lambda each: each.created_at):
+        for batch in sorted(found, key=lambda batch: batch.created_at):
             self._batches[batch.id] = batch
 
     def _fail(self, batch: Batch, code: str, message: str) -> None:

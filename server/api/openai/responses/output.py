@@ -266,7 +266,7 @@ def _shell_action(arguments: str) -> dict[str, Any]:
         command = ["bash", "-lc", command]
     return {
         "type": "exec",
-        "command": [str(each) for each in command] if isinstance(command, list) else [],
+        "command": [str(word) for word in command] if isinstance(command, list) else [],
         "timeout_ms": timeout if isinstance(timeout, int | float) else None,
         "working_directory": directory if isinstance(directory, str) else None,
         "env": {str(key): str(value) for key, value in env.items()} if isinstance(env, dict) else {},

@@ -157,7 +157,7 @@ def _without_references(state: ServerState, items: list[Item], owner: bytes) -> 
                 f"input[{number}]: there is no stored item {item.id[:200]!r}; send the item itself, for example with "
                 "store false",
             )
-        resolved |= {each.id: each for each in ITEMS.validate_json(stored.items) if each.id}
+        resolved |= {item.id: item for item in ITEMS.validate_json(stored.items) if item.id}
     return [resolved[item.id] if isinstance(item, ItemReference) else item for item in items]
 
 

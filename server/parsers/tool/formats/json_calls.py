@@ -190,8 +190,8 @@ class NamedJson:
         name = yield from scan_name(scanner)
         if self.name_end:
             yield from scanner.expect(self.name_end)
-        own = _OWN_ID.fullmatch(name) if self.ids else None
-        output.call(own[1] if own else name, name if own and own[2] else None)
+        numbered = _OWN_ID.fullmatch(name) if self.ids else None
+        output.call(numbered[1] if numbered else name, name if numbered and numbered[2] else None)
         yield from scanner.space()
         if self.fence:
             yield from scanner.accept(self.fence)

@@ -341,8 +341,8 @@ def _object(element: Element, shape: SchemaShape) -> str:
     if element.text.strip():
         values.setdefault(_MIXED, []).append(as_json(element.text, STRING))
     members = (
-        f'"{json_text.escape(name)}": {each[0] if len(each) == 1 else "[" + ", ".join(each) + "]"}'
-        for name, each in values.items()
+        f'"{json_text.escape(name)}": {item[0] if len(item) == 1 else "[" + ", ".join(item) + "]"}'
+        for name, item in values.items()
     )
     return "{" + ", ".join(members) + "}"
 
