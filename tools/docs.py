@@ -207,9 +207,9 @@ def _commands_with(group: str, known: Mapping[str, Setting]) -> str:
 def _group_descriptions() -> dict[str, str]:
     """Return the description under each group title in the help."""
     descriptions: dict[str, str] = {}
-    for name, command in interface.commands():
+    for name, parser in interface.parsers().items():
         if name in COMMAND_SETTINGS:
-            for group in interface.parser_of(command)._action_groups:
+            for group in parser._action_groups:
                 descriptions.setdefault(str(group.title), " ".join((group.description or "").split()))
     return descriptions
 

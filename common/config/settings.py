@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -20,6 +20,8 @@ from pagoda.common.config.fields import Option, did_you_mean
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.config.without_setting import why_no_setting
 from pagoda.common.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT")
 
 _SWITCH_WORDS: Final = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -235,11 +237,15 @@ def settings_of(config: type[Any]) -> Iterator[Setting]:
         yield Setting(
             config=config,
             field=field.name,
-            name=(option.flag or field.name).replace("-", "_"),
+            name=_name(field),
             hint=hints[field.name],
             default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
             option=option,
         )
+
+
+def _name(field: dataclasses.Field[Any]) -> str:
+    return (field.metadata["option"].flag or field.name).replace("-", "_")
 
 
 def _with_status(option: Option) -> Option:
@@ -266,9 +272,10 @@ DOCUMENTED_GROUPS: Final = (*ENGINE_GROUPS.values(), DeprecatedConfig, ServerCon
 """Every dataclass of settings, in the order of the help and the documentation."""
 
 
-def build(config: type[Any], values: Mapping[str, Any], settings: Iterable[Setting]) -> Any:
-    """Construct a configuration dataclass from values by setting name."""
-    return config(**{s.field: values[s.name] for s in settings if s.config is config and s.name in values})
+def build(config: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """Construct a configuration dataclass from values by setting name; a field without a value has its default."""
+    fields = {field.name: values[_name(field)] for field in dataclasses.fields(config) if _name(field) in values}  # type: ignore[arg-type]
+    return config(**fields)
 
 
 def merge_json(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:

@@ -423,7 +423,8 @@ async def _events(
                 elif item[1].prompt_logprobs is None:
                     data = b"".join(map(style.event, builder.chunks(*item)))
                 else:
-                    data = await _encoded(builder, style, *item)
+                    prompt_index, output = item
+                    data = await _encoded(builder, style, prompt_index, output)
                 if data:
                     started = True
                     yield data

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, Final, NoReturn, Self, TypeVar
 
 from pagoda.common.config import env
@@ -82,9 +83,8 @@ class EngineArgs:
 
     def _apply(self, resolved: ResolvedSettings) -> None:
         resolved = _with_overridden_length(resolved)
-        self._config = EngineConfig(
-            **{name: build(group, resolved.values, ENGINE_SETTINGS.values()) for name, group in ENGINE_GROUPS.items()}
-        )
+        groups = {name: build(group, resolved.values) for name, group in ENGINE_GROUPS.items()}
+        self._config = EngineConfig(**groups)
         notes = dict.fromkeys((*env.notes(settings=_ALL_NAMES), *resolved.notes))
         for note in (note for note in notes if note not in self._logged):
             logger.warning("%s", note)
@@ -224,7 +224,9 @@ def name_model(args: argparse.Namespace) -> argparse.Namespace:
     model = getattr(args, "model", tag)
     if model != tag:
         raise ConfigError("--model", f"{model} differs from the positional MODEL {tag}; give one of them")
-    return argparse.Namespace(**{**vars(args), "model": tag})
+    named = copy(args)
+    named.model = tag
+    return named
 
 
 def resolve_flags(args: argparse.Namespace, settings: Mapping[str, Setting]) -> dict[str, Any]:

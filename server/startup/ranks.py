@@ -95,7 +95,8 @@ class LeadingRanks:
 @contextmanager
 def leading(resolved: Resolved, usage: Usage) -> Iterator[LeadingRanks]:
     """Start the other ranks for the duration of the build; an error in it ends them. Raises ConfigError."""
-    ranks = LeadingRanks(resolved, usage, *_runtime_and_executor(resolved))
+    runtime, executor = _runtime_and_executor(resolved)
+    ranks = LeadingRanks(resolved, usage, runtime, executor)
     try:
         ranks.start()
         yield ranks

@@ -174,7 +174,8 @@ async def _scores(
     call: PoolingCall, body: ScoreRequest | RerankRequest, sides: tuple[list[str], list[str]], fields: tuple[str, str]
 ) -> tuple[PoolingMeta, Sequence[ScoringRequestOutput]]:
     """Return the shared response fields and a score per pair. Raise RequestError."""
-    pairs = Pairs(call.inputs, *sides, fields)
+    queries, documents = sides
+    pairs = Pairs(call.inputs, queries, documents, fields)
     options = body.options(call.state.chat_template if pairs.task == "score" else None)
     params = PoolingParams(task=pairs.task, use_activation=body.use_activation)
     characters = sum(len(text) for side in sides for text in side)

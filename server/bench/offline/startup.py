@@ -28,7 +28,6 @@ from pagoda.common.config.groups.bench.offline import StartupConfig
 from pagoda.common.config.settings import ResolvedSettings
 from pagoda.common.errors import PagodaError
 from pagoda.server.bench.offline.engine import (
-    add_load_arguments,
     check_load,
     engine_keywords,
     resolve_load,
@@ -37,7 +36,7 @@ from pagoda.server.bench.offline.engine import (
 from pagoda.server.bench.offline.latency import PERCENTAGES
 from pagoda.server.bench.report.machine import machine
 from pagoda.server.cli.client.http_client import ApiClient, ApiError
-from pagoda.server.settings.flags import EngineArgs, FlagParser
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import Resolved
 
 COMMAND: Final = "bench startup"
@@ -48,10 +47,6 @@ _LOADING: Final = 503
 
 CACHES: Final = (XLA_CACHE_PATH.name, "TRITON_CACHE_DIR")
 """Variables of the folders where compiled programs are kept."""
-
-
-def add_arguments(parser: FlagParser) -> None:
-    add_load_arguments(parser, COMMAND)
 
 
 def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from pagoda.common.config.commands import OWN_SETTINGS
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.bench.dataset import DatasetConfig
 from pagoda.common.config.groups.bench.offline import ThroughputConfig
@@ -26,7 +25,6 @@ from pagoda.server.bench.datasets.samples import DatasetSample, PromptVocabulary
 from pagoda.server.bench.offline.engine import (
     EngineView,
     acceptance,
-    add_load_arguments,
     check_fits,
     engine_keywords,
     need_profiler,
@@ -42,7 +40,7 @@ from pagoda.server.bench.report.table import acceptance_rows
 from pagoda.server.core_client import check_one_engine, engine_processes
 from pagoda.server.llm import LLM
 from pagoda.server.outputs import RequestOutput
-from pagoda.server.settings.flags import EngineArgs, FlagParser
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import Resolved
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import check_engine
@@ -64,10 +62,6 @@ SHARED_SETTINGS: Final = (
 
 UNEQUAL_WEIGHTS: Final = 1.2
 """Ratio of the sizes of two engines' weights from which the comparison is noted as unequal."""
-
-
-def add_arguments(parser: FlagParser) -> None:
-    add_load_arguments(parser, COMMAND)
 
 
 def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
@@ -141,7 +135,7 @@ def _settings(args: argparse.Namespace) -> tuple[ThroughputConfig, DatasetConfig
     values = dict(settings.values)
     if load.prefix_len:
         values["random_prefix_len"] = load.prefix_len
-    dataset = build(DatasetConfig, values, OWN_SETTINGS[COMMAND].values())
+    dataset = build(DatasetConfig, values)
     if dataset.dataset_name in ("multi_turn", "random-rerank") or dataset.random_batch_size > 1:
         flag = "--random-batch-size" if dataset.random_batch_size > 1 else "--dataset-name"
         raise ConfigError(flag, "needs a server; use `bench serve`")

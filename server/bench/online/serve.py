@@ -46,7 +46,7 @@ from pagoda.server.bench.report.pages import timeline_page
 from pagoda.server.bench.report.plots import need_matplotlib, plot_lengths
 from pagoda.server.bench.report.table import result_table
 from pagoda.server.cli.client.http_client import ApiClient, ApiError
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
+from pagoda.server.settings.flags import resolve_flags
 from pagoda.server.settings.tokenizer import open_tokenizer
 
 SETTINGS: Final = OWN_SETTINGS["bench serve"]
@@ -131,10 +131,6 @@ class ServeBenchmark:
         return self.files.label or self.target.backend
 
 
-def add_arguments(parser: FlagParser) -> None:
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure and print. Returns 0. Raises PagodaError if a request failed or the server is unreachable."""
     bench = benchmark_of(args)
@@ -162,9 +158,13 @@ def run(args: argparse.Namespace) -> int:
 def benchmark_of(args: argparse.Namespace) -> ServeBenchmark:
     """Return the settings of the command line. Raises ConfigError."""
     values = resolve_flags(args, SETTINGS)
-    known = SETTINGS.values()
-    groups = (ServeLoadConfig, DatasetConfig, TrafficConfig, ReportConfig, ResultFileConfig)
-    return ServeBenchmark(*(build(group, values, known) for group in groups))
+    return ServeBenchmark(
+        target=build(ServeLoadConfig, values),
+        dataset=build(DatasetConfig, values),
+        traffic=build(TrafficConfig, values),
+        report=build(ReportConfig, values),
+        files=build(ResultFileConfig, values),
+    )
 
 
 def plan_requests(bench: ServeBenchmark, model: str, tokenizer: Tokenizer | None) -> list[PlannedRequest]:

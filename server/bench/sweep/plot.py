@@ -12,19 +12,14 @@ from pagoda.common.config.settings import build
 from pagoda.server.bench.report.plots import draw_series, figure, need_matplotlib, save
 from pagoda.server.bench.sweep.report import write_report
 from pagoda.server.bench.sweep.results import binned, figure_path, filtered, grouped, points, read_runs
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
+from pagoda.server.settings.flags import resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["bench sweep plot"]
 
 
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("experiment_dir", metavar="EXPERIMENT_DIR", help="Folder of a sweep's results.")
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Write the figures and the report page. Returns 0."""
-    config: PlotConfig = build(PlotConfig, resolve_flags(args, SETTINGS), SETTINGS.values())
+    config = build(PlotConfig, resolve_flags(args, SETTINGS))
     folder = Path(args.experiment_dir)
     runs = binned(filtered(read_runs(folder), config.filter_by), config.bin_by)
     if not config.dry_run:

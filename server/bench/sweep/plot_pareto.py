@@ -14,7 +14,7 @@ from pagoda.common.config.settings import build
 from pagoda.common.errors import ConfigError
 from pagoda.server.bench.report.plots import figure, need_matplotlib, save
 from pagoda.server.bench.sweep.results import Run, read_runs
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
+from pagoda.server.settings.flags import resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["bench sweep plot_pareto"]
 _SIZES: Final = (("tensor_parallel_size", "tp"), ("pipeline_parallel_size", "pp"), ("data_parallel_size", "dp"))
@@ -29,14 +29,9 @@ class ParetoPoint:
     label: str
 
 
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("experiment_dir", metavar="EXPERIMENT_DIR", help="Folder of a sweep's results.")
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the frontier and draw it to pareto/PARETO.png. Returns 0."""
-    config: ParetoConfig = build(ParetoConfig, resolve_flags(args, SETTINGS), SETTINGS.values())
+    config = build(ParetoConfig, resolve_flags(args, SETTINGS))
     folder = Path(args.experiment_dir)
     runs = read_runs(folder)
     points = [point for point in (pareto_point(run, config) for run in runs) if point is not None]

@@ -23,7 +23,7 @@ from pagoda.server.bench.sweep.runs import (
     swept_server,
     write_json,
 )
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
+from pagoda.server.settings.flags import resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["bench sweep serve_sla"]
 
@@ -100,16 +100,12 @@ def largest(meets: Meets, start: int, most: int) -> tuple[int | None, bool]:
     return good or None, bad == 1 or bool(good and bad - good == 1)
 
 
-def add_arguments(parser: FlagParser) -> None:
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Search. Returns 0. Raises PagodaError if a run failed."""
     values = resolve_flags(args, SETTINGS)
-    config: SweepConfig = build(SweepConfig, values, SETTINGS.values())
-    serve: SweepServeConfig = build(SweepServeConfig, values, SETTINGS.values())
-    sla: SlaConfig = build(SlaConfig, values, SETTINGS.values())
+    config = build(SweepConfig, values)
+    serve = build(SweepServeConfig, values)
+    sla = build(SlaConfig, values)
     server_params = read_params(config.serve_params, "--serve-params")
     bench_params = read_params(serve.bench_params, "--bench-params")
     objectives = read_params(sla.sla_params, "--sla-params")

@@ -27,7 +27,7 @@ from pagoda.server.bench.offline.engine import write_results
 from pagoda.server.cli.capacity.planned_load import parse_target, parse_workload
 from pagoda.server.cli.capacity.simulate import simulated_config
 from pagoda.server.cli.capacity.trace_file import timed_request
-from pagoda.server.settings.flags import FlagParser, add_config_file, add_settings, resolve_settings
+from pagoda.server.settings.flags import resolve_settings
 from pagoda.server.startup.engine import build_simulation, simulation_options
 
 SETTINGS: Final = COMMAND_SETTINGS["plan"]
@@ -97,16 +97,10 @@ class Row:
         }
 
 
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a config.json, or a hub id.")
-    add_settings(parser, SETTINGS.values())
-    add_config_file(parser)
-
-
 def run(args: argparse.Namespace) -> int:
     """Plan and print the table. Returns 0, or 1 if nothing serves the load. Raises ConfigError or ModelError."""
     settings = resolve_settings(args, SETTINGS)
-    plan: PlanConfig = build(PlanConfig, settings.values, SETTINGS.values())
+    plan = build(PlanConfig, settings.values)
     config = simulated_config(settings)  # raises what is wrong whatever the hardware
     if config.extension.speculative is not None and config.simulation.acceptance_rate is None:
         raise ConfigError("--acceptance-rate", "required with --speculative-config: how often drafts are right, as 0.7")

@@ -51,7 +51,10 @@ def parse_workload(text: str, requests: int, seed: int, *, timed: bool) -> Plann
         return _trace(Path(text.removeprefix("trace:")), requests, timed=timed)
     arrivals = tuple(np.cumsum(rng.exponential(1.0, requests)).tolist()) if timed else ()
     if text == "sharegpt":
-        prompts, outputs = (_chat_lengths(rng, requests, *shape) for shape in (CHAT_PROMPT, CHAT_OUTPUT))
+        prompts, outputs = (
+            _chat_lengths(rng, requests, mean=mean, deviation=deviation)
+            for mean, deviation in (CHAT_PROMPT, CHAT_OUTPUT)
+        )
         return PlannedLoad(prompts, outputs, arrivals)
     match = _RANDOM.fullmatch(text)
     if match is None:

@@ -14,7 +14,7 @@ from pagoda.common.engine.incident.files import read_snapshot
 from pagoda.common.engine.incident.replay import Replay, ReplayedCall
 from pagoda.common.engine.incident.snapshot import Snapshot
 from pagoda.common.engine.scheduling.scheduler import Scheduler
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_settings
+from pagoda.server.settings.flags import resolve_settings
 
 SETTINGS: Final = COMMAND_SETTINGS["replay"]
 
@@ -24,15 +24,9 @@ SHOWN_CALLS: Final = 12
 SHOWN_REQUESTS: Final = 32
 
 
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="An incident snapshot.")
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the replay. Returns 1 if the scheduler did something else than at the incident. Raises RequestError."""
-    settings = argparse.Namespace(**{name: value for name, value in vars(args).items() if name != "file"})
-    config: ReplayConfig = build(ReplayConfig, resolve_settings(settings, SETTINGS).values, SETTINGS.values())
+    config = build(ReplayConfig, resolve_settings(args, SETTINGS).values)
     snapshot = read_snapshot(Path(args.file))
     print(_head(snapshot))
     replay = Replay(snapshot)

@@ -32,10 +32,6 @@ from pagoda.server.cli.capacity.trace_file import read_trace, timed_request
 from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.settings.flags import (
     EngineArgs,
-    FlagParser,
-    add_config_file,
-    add_explain_config,
-    add_settings,
     resolve_settings,
 )
 from pagoda.server.settings.resolve import SIMULATED, Resolved
@@ -43,13 +39,6 @@ from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import build_simulation, check_engine
 
 SETTINGS: Final = COMMAND_SETTINGS["simulate"]
-
-
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a config.json, or a hub id.")
-    add_settings(parser, SETTINGS.values())
-    add_config_file(parser)
-    add_explain_config(parser)
 
 
 def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
@@ -105,8 +94,12 @@ class SimulatedLoad:
     @classmethod
     def of(cls, settings: ResolvedSettings) -> SimulatedLoad:
         """Return the load of the settings. Raises ConfigError if they contradict each other."""
-        groups = (SimulateConfig, DatasetConfig, TrafficConfig, ReportConfig)
-        load = cls(*(build(group, settings.values, SETTINGS.values()) for group in groups))
+        load = cls(
+            simulate=build(SimulateConfig, settings.values),
+            dataset=build(DatasetConfig, settings.values),
+            traffic=build(TrafficConfig, settings.values),
+            report=build(ReportConfig, settings.values),
+        )
         load._check(settings)
         return load
 

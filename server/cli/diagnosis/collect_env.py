@@ -17,7 +17,6 @@ from pagoda.common.config.env import PREFIXES, VARIABLES, is_secret
 from pagoda.common.config.tpu_host import tpu_chips
 from pagoda.common.observe.redact import HIDDEN, Redactor
 from pagoda.server.cli.diagnosis import machine
-from pagoda.server.settings.flags import FlagParser
 
 Lines = Iterator[tuple[str, str]]
 
@@ -30,10 +29,6 @@ _FAMILIES: Final = re.compile(
 """Variables of libraries that pagoda uses."""
 
 _LIMITS: Final = {"open files": "RLIMIT_NOFILE", "processes": "RLIMIT_NPROC", "locked memory": "RLIMIT_MEMLOCK"}
-
-
-def add_arguments(parser: FlagParser) -> None:
-    """Add no arguments."""
 
 
 def run(args: argparse.Namespace) -> int:

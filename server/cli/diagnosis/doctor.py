@@ -37,7 +37,7 @@ from pagoda.common.errors import ConfigError, PagodaError
 from pagoda.common.observe.redact import Redactor
 from pagoda.common.weights.hub import is_hub_id, split_quant
 from pagoda.server.cli.diagnosis import machine
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_settings
+from pagoda.server.settings.flags import resolve_settings
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -61,13 +61,9 @@ Check: TypeAlias = Callable[[DoctorConfig], Findings]
 SETTINGS: Final = COMMAND_SETTINGS["doctor"]
 
 
-def add_arguments(parser: FlagParser) -> None:
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Print a line per finding. Returns 1 if something would prevent the server from starting."""
-    config: DoctorConfig = build(DoctorConfig, resolve_settings(args, SETTINGS).values, SETTINGS.values())
+    config = build(DoctorConfig, resolve_settings(args, SETTINGS).values)
     redact = Redactor()
     findings: list[Finding] = []
     for check in CHECKS:

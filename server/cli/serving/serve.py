@@ -43,7 +43,7 @@ from pagoda.server.core_client.client import NoEngine
 from pagoda.server.core_client.memory import trim_memory
 from pagoda.server.core_client.process_client import ProcessClient, check_folder
 from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, check_formats
-from pagoda.server.settings.flags import AsyncEngineArgs, FlagParser, add_explain_config, add_settings, resolve_settings
+from pagoda.server.settings.flags import AsyncEngineArgs, resolve_settings
 from pagoda.server.settings.resolve import check_machine
 
 if TYPE_CHECKING:
@@ -55,19 +55,14 @@ if TYPE_CHECKING:
     from pagoda.server.settings.resolve import Resolved
 
 
+VALUES: Final = {"tool_call_parser": tuple(TOOL_FORMATS), "reasoning_parser": tuple(REASONING_FORMATS)}
+"""Settings whose values the help lists beside those that have choices."""
+
 BACKLOG: Final = 2048
 
 _GC_THRESHOLD: Final = 50_000  # allocations per young collection; a step makes thousands, nearly all freed by refcount
 
 logger = logging.getLogger(__name__)
-
-
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a .gguf file, or a hub id.")
-    AsyncEngineArgs.add_cli_args(parser)
-    add_explain_config(parser)
-    add_settings(parser, SERVER_SETTINGS.values())
-    parser.values = {"tool_call_parser": tuple(TOOL_FORMATS), "reasoning_parser": tuple(REASONING_FORMATS)}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,7 +134,7 @@ def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
 def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig, ServerConfig]:
     """Return the settings and their configurations, after configuring the logs. Raises ConfigError."""
     settings = resolve_settings(args, ENGINE_SETTINGS, SERVER_SETTINGS)
-    configure(build(LoggingConfig, settings.values, ENGINE_SETTINGS.values()), also=("uvicorn",))
+    configure(build(LoggingConfig, settings.values), also=("uvicorn",))
     engine_config, config = _configured(settings)
     check_machine(engine_config)  # before a model is downloaded that this machine cannot run
     return settings, engine_config, config
@@ -152,7 +147,7 @@ def configurations(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig
 
 def _configured(settings: ResolvedSettings) -> tuple[EngineConfig, ServerConfig]:
     """Return both configurations. Raises ConfigError."""
-    server = build(ServerConfig, settings.values, SERVER_SETTINGS.values())
+    server = build(ServerConfig, settings.values)
     if server.enable_log_outputs and not settings.values["enable_log_requests"]:
         raise ConfigError("--enable-log-outputs", "needs --enable-log-requests")
     engine = AsyncEngineArgs.from_resolved(settings).create_engine_config()

@@ -27,7 +27,7 @@ from pagoda.common.models.transformers_spec import own_spec
 from pagoda.common.weights.quantization.export import copy_other_files, hugging_face_tensors, write_quantized
 from pagoda.common.weights.rules import apply_rules, tensor_uses, with_equal_head
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.settings.flags import EngineArgs, FlagParser, add_settings, resolve_settings
+from pagoda.server.settings.flags import EngineArgs, resolve_settings
 from pagoda.server.settings.resolve import Resolved, model_config, open_model, resolve
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.parameters import read_weights, with_progress
@@ -36,18 +36,10 @@ SETTINGS: Final = COMMAND_SETTINGS["convert"]
 _BACKEND: Final = "jax_tpu"
 
 
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("model_tag", metavar="MODEL", help="A local folder, a .gguf file, or a hub id.")
-    parser.add_argument("out", metavar="OUT", help="Output folder; it must be empty if it exists.")
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Convert and print a summary. Returns 0. Raises ConfigError or ModelError."""
-    settings = resolve_settings(
-        argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "model_tag"}), SETTINGS
-    )
-    config: ConvertConfig = build(ConvertConfig, settings.values, SETTINGS.values())
+    settings = resolve_settings(args, SETTINGS)
+    config = build(ConvertConfig, settings.values)
     with _output_folder(Path(args.out)) as folder:
         if config.quantization is not None:
             print(f"{args.out}: {_quantise(_engine_config(args.model_tag, settings), config.quantization, folder)}")

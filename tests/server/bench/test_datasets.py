@@ -23,7 +23,7 @@ TEXT = byte_tokenizer()
 def config(*words: str) -> DatasetConfig:
     parser = FlagParser(prog="bench")
     add_settings(parser, SETTINGS.values())
-    result: DatasetConfig = build(DatasetConfig, resolve_flags(parser.parse_args(words), SETTINGS), SETTINGS.values())
+    result = build(DatasetConfig, resolve_flags(parser.parse_args(words), SETTINGS))
     return result
 
 

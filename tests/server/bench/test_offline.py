@@ -31,7 +31,7 @@ from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.core_client.replica_client import ReplicaClient
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
-from pagoda.server.settings.flags import EngineArgs, FlagParser
+from pagoda.server.settings.flags import EngineArgs
 
 TESTS = Path(__file__).resolve().parents[2]
 TEXT = byte_tokenizer()
@@ -277,8 +277,7 @@ def test_a_request_above_the_context(
 
 def test_startup_settings_reach_the_server() -> None:
     words = ["--model", "m", "--max-model-len", "2k", "--hf-overrides.a", "1", "--no-enable-prefix-caching"]
-    parser = FlagParser(prog="bench")
-    bench_startup.add_arguments(parser)
+    parser = main.parser_of("bench startup", main.BENCH["startup"])
     _, settings = bench_startup.resolve_load(parser.parse_args(words), bench_startup.COMMAND, StartupConfig)
     passed = json.loads(json.dumps(engine_keywords(settings)))
     assert passed == {"model": "m", "max_model_len": 2000, "hf_overrides": {"a": 1}, "enable_prefix_caching": False}

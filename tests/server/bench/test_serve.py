@@ -28,7 +28,6 @@ from pagoda.server.bench.online.metrics import Outcome
 from pagoda.server.bench.online.serve import ServeBenchmark, benchmark_of, plan_requests
 from pagoda.server.bench.report import plots
 from pagoda.server.cli import main
-from pagoda.server.settings.flags import FlagParser
 
 TEXT = byte_tokenizer()
 
@@ -49,8 +48,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def load(*words: str) -> ServeBenchmark:
-    parser = FlagParser(prog="bench")
-    bench_serve.add_arguments(parser)
+    parser = main.parser_of("bench serve", main.BENCH["serve"])
     return benchmark_of(parser.parse_args(words))
 
 

@@ -31,12 +31,12 @@ class TaggedJson:
     tags: tuple[Tag, ...]
     bare: bool = False  # the output may begin with an untagged call
     lines: bool = False  # so may every line
-    keys: tuple[str, str] | None = None  # of name and arguments, if there is one call per tag
+    single: bool = False  # Each tag has one call, so that it can be constrained.
 
     def brackets(self, tools: Sequence[Tool]) -> tuple[Bracket, ...]:
         if self.bare or self.lines or not all(tag.end for tag in self.tags):
             return ()
-        call = schema_of_call(tools, *self.keys) if self.keys else None
+        call = schema_of_call(tools, "name", "arguments") if self.single else None
         return tuple(Bracket(tag.begin, tag.end, call=call) for tag in self.tags)
 
     def parser(self, _tools: Sequence[Tool]) -> Parser:
@@ -65,7 +65,7 @@ class TaggedJson:
 
 
 # Hermes, Qwen 2.5 and 3, Granite 4, ERNIE 4.5
-HERMES: Final = TaggedJson((Tag("<tool_call>", "</tool_call>"),), keys=("name", "arguments"))
+HERMES: Final = TaggedJson((Tag("<tool_call>", "</tool_call>"),), single=True)
 LLAMA_JSON: Final = TaggedJson((Tag("<|python_tag|>"),), bare=True, lines=True)
 GRANITE: Final = TaggedJson((Tag("<|tool_call|>"), Tag("<tool_call>", "</tool_call>")), bare=True)
 GRANITE_20B_FC: Final = TaggedJson((Tag("<function_call>"),))
@@ -73,7 +73,7 @@ PHI4_MINI: Final = TaggedJson((Tag("functools", unambiguous=False), Tag("<|tool_
 # Jamba, MiniMax M1, Hunyuan A13B
 JAMBA: Final = TaggedJson((Tag("<tool_calls>", "</tool_calls>"),))
 INTERNLM: Final = TaggedJson((Tag("<|action_start|><|plugin|>", "<|action_end|>"),))
-LONGCAT: Final = TaggedJson((Tag("<longcat_tool_call>", "</longcat_tool_call>"),), keys=("name", "arguments"))
+LONGCAT: Final = TaggedJson((Tag("<longcat_tool_call>", "</longcat_tool_call>"),), single=True)
 GIGACHAT3: Final = TaggedJson((Tag("<|message_sep|>\n\nfunction call<|role_sep|>\n"), Tag("<|function_call|>")))
 COMMAND: Final = TaggedJson((Tag("<|START_ACTION|>", "<|END_ACTION|>"),))
 XLAM: Final = TaggedJson(
