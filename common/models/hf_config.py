@@ -262,13 +262,21 @@ class HfConfig:
 
     def layer_types(self, layers: int, default: Sequence[str]) -> tuple[str, ...]:
         """Return `full_attention` or `sliding_attention` for each layer."""
-        kinds = self.opt("layer_types", list, list(default))
+        return self.layer_kinds("layer_types", layers, default, ("full_attention", "sliding_attention"))
+
+    def layer_kinds(self, key: str, layers: int, default: Sequence[str], supported: Sequence[str]) -> tuple[str, ...]:
+        """Return the kind that a list states for each layer. Raise ModelError for another kind or number of entries."""
+        kinds = self.opt(key, list, list(default))
         for kind in kinds:
-            if kind not in ("full_attention", "sliding_attention"):
-                raise self.error("layer_types", f"has {kind!r}; supported: full_attention, sliding_attention")
+            if kind not in supported:
+                raise self.error(key, f"has {kind!r}; supported: {', '.join(supported)}")
         if len(kinds) != layers:
-            raise self.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
+            raise self.error(key, f"has {len(kinds)} entries for {layers} layers")
         return tuple(kinds)
+
+    def ffn_kinds(self, layers: int, default: Sequence[str]) -> tuple[str, ...]:
+        """Return `dense` or `sparse`, a mixture of experts, for each layer."""
+        return self.layer_kinds("mlp_layer_types", layers, default, ("dense", "sparse"))
 
     def _positive(self, key: str, value: int) -> int:
         if value < 1:

@@ -161,9 +161,11 @@ def reasoning_plugin(name: str) -> VllmReasoningFormat | None:
 
 
 class _WholeText:
-    """Collects the text until the output ends."""
+    """Collects the text until the output ends, for a parser that reads all of it at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, plugin: str, request: ParserRequest) -> None:
+        self._plugin = plugin
+        self._request = request
         self._parts: list[str] = []
 
     def feed(self, text: str) -> list[Event]:
@@ -177,10 +179,8 @@ class _WholeText:
 
 class _WholeCalls(_WholeText):
     def __init__(self, plugin: str, made: ToolParser, request: ParserRequest) -> None:
-        super().__init__()
-        self._plugin = plugin
+        super().__init__(plugin, request)
         self._made = made
-        self._request = request
 
     def finish(self) -> list[Event]:
         parsed = _call(self._plugin, partial(self._made.extract_tool_calls, self.text, self._request))
@@ -198,10 +198,8 @@ class _WholeCalls(_WholeText):
 
 class _WholeReasoning(_WholeText):
     def __init__(self, plugin: str, made: ReasoningParser, request: ParserRequest) -> None:
-        super().__init__()
-        self._plugin = plugin
+        super().__init__(plugin, request)
         self._made = made
-        self._request = request
 
     def finish(self) -> list[Event]:
         parsed = _call(self._plugin, partial(self._made.extract_reasoning, self.text, self._request))

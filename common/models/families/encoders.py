@@ -304,19 +304,23 @@ def _rotary_rope(config: HfConfig, theta: float) -> Rope:
 
 def _rotary_model(config: HfConfig, rope: Rope, ffn: Mlp, *, bias: bool) -> ModelSpec:
     """`bias`: of the attention's projections."""
-    width = config.size("hidden_size")
     heads = config.size("num_attention_heads")
     norm = Norm(config.opt("layer_norm_eps", float, 1e-12), kind="layer", bias=True)
     attention = Attention(heads, heads, rope.dim, rope.dim**-0.5, rope, qkv_bias=bias, out_bias=bias, causal=False)
-    layer = Layer((attention,), ffn, Norms(after_mixer=norm, after_ffn=norm), norm_after_add=True)
+    return _post_norm_model(config, attention, ffn, norm, token_types=config.opt("type_vocab_size", int, 0))
+
+
+def _post_norm_model(config: HfConfig, mixer: Attention, ffn: Mlp, norm: Norm, *, token_types: int) -> ModelSpec:
+    """Return an encoder of equal layers, each of whose sums is normalised, and whose embeddings have no positions."""
+    layer = Layer((mixer,), ffn, Norms(after_mixer=norm, after_ffn=norm), norm_after_add=True)
     return ModelSpec(
         vocab=config.size("vocab_size"),
-        width=width,
+        width=config.size("hidden_size"),
         layers=(layer,) * config.size("num_hidden_layers"),
         final_norm=None,
         tied=True,
         max_positions=config.size("max_position_embeddings"),
-        embedding=Embedding(token_types=config.opt("type_vocab_size", int, 0), norm=norm),
+        embedding=Embedding(token_types=token_types, norm=norm),
     )
 
 
@@ -426,22 +430,12 @@ def _jina_bert(config: HfConfig) -> ModelSpec:
     config.expect("position_embedding_type", "alibi")
     config.expect("feed_forward_type", "geglu", "reglu")
     config.ignore("classifier_dropout", "tie_word_embeddings", "model_max_length", "hidden_act")
-    width = config.size("hidden_size")
     norm = Norm(config.opt("layer_norm_eps", float, 1e-12), kind="layer", bias=True)
-    plain = attention(config, width)
+    plain = attention(config, config.size("hidden_size"))
     activation: Activation = "relu" if config.need("feed_forward_type", str) == "reglu" else "gelu"
     ffn = Mlp(config.size("intermediate_size"), activation, gated=True, down_bias=True)
     mixer = replace(plain, alibi_slopes=alibi_slopes(plain.heads))
-    layer = Layer((mixer,), ffn, Norms(after_mixer=norm, after_ffn=norm), norm_after_add=True)
-    return ModelSpec(
-        vocab=config.size("vocab_size"),
-        width=width,
-        layers=(layer,) * config.size("num_hidden_layers"),
-        final_norm=None,
-        tied=True,
-        max_positions=config.size("max_position_embeddings"),
-        embedding=Embedding(token_types=config.opt_size("type_vocab_size", 2), norm=norm),
-    )
+    return _post_norm_model(config, mixer, ffn, norm, token_types=config.opt_size("type_vocab_size", 2))
 
 
 def _jina_pooler(config: HfConfig, use: PoolUse) -> Pooler:

@@ -75,6 +75,8 @@ from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import LinearScaling, Rope
 from pagoda.common.models.spec import ExpertGroups, Ffn, Layer, Mlp, ModelSpec, Moe, Norms, Router
 
+_KINDS: Final = ("linear_attention", "full_attention")
+
 # Qwen3-Next and Qwen3.5.
 
 
@@ -107,17 +109,11 @@ def _qwen3_5(config: HfConfig, moe: bool = False) -> ModelSpec:
     return _qwen3_next(config)
 
 
-def _qwen3_next_kinds(config: HfConfig, layers: int) -> list[str]:
+def _qwen3_next_kinds(config: HfConfig, layers: int) -> tuple[str, ...]:
     """Return the kind of mixer of each layer."""
     interval = config.opt_size("full_attention_interval", 4)
     default = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
-    kinds = config.opt("layer_types", list, default)
-    unknown = set(kinds) - {"linear_attention", "full_attention"}
-    if unknown:
-        raise config.error("layer_types", f"has {unknown.pop()!r}; supported: linear_attention, full_attention")
-    if len(kinds) != layers:
-        raise config.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
-    return kinds
+    return config.layer_kinds("layer_types", layers, default, _KINDS)
 
 
 def _qwen3_next_attention(config: HfConfig) -> Attention:
@@ -223,14 +219,13 @@ def _olmo_hybrid(config: HfConfig) -> ModelSpec:
     kinds = ["linear_attention" if layer % 4 != 3 else "full_attention" for layer in range(layers)]
     if "full_attention" not in kinds:
         kinds[-1] = "full_attention"
-    kinds = config.opt("layer_types", list, kinds)
-    if len(kinds) != layers or not set(kinds) <= {"linear_attention", "full_attention"}:
-        raise config.error("layer_types", f"is {kinds}; it must have {layers} of linear_attention and full_attention")
     kind_layers = {
         "linear_attention": Layer((_olmo_hybrid_gated_delta(config),), ffn, Norms(before_mixer=norm, before_ffn=norm)),
         "full_attention": Layer((_olmo_hybrid_attention(config, norm),), ffn, Norms(after_mixer=norm, after_ffn=norm)),
     }
-    return decoder(config, [kind_layers[kind] for kind in kinds], norm)
+    return decoder(
+        config, [kind_layers[kind] for kind in config.layer_kinds("layer_types", layers, kinds, _KINDS)], norm
+    )
 
 
 def _olmo_hybrid_attention(config: HfConfig, norm: Norm) -> Attention:
@@ -325,7 +320,7 @@ _KIMI_NAMES = {
 """Key of other families -> key of this one."""
 
 
-def _kimi_kda(config: HfConfig, layers: int, norm: Norm) -> tuple[KimiDelta, list[str]]:
+def _kimi_kda(config: HfConfig, layers: int, norm: Norm) -> tuple[KimiDelta, tuple[str, ...]]:
     """Return the mixer, and the kind of mixer of each layer."""
     kinds = ["full_attention" if layer and layer % 4 == 0 else "linear_attention" for layer in range(layers)]
     head_dim = config.opt_size("linear_head_dim", 128)
@@ -340,10 +335,8 @@ def _kimi_kda(config: HfConfig, layers: int, norm: Norm) -> tuple[KimiDelta, lis
         kinds = ["full_attention" if layer + 1 in attending else "linear_attention" for layer in range(layers)]
         section.expect("kda_layers", [layer + 1 for layer, kind in enumerate(kinds) if kind == "linear_attention"])
         section.finish()
-    kinds = config.opt("layer_types", list, kinds)
-    if len(kinds) != layers or not set(kinds) <= {"linear_attention", "full_attention"}:
-        raise config.error("layer_types", f"is {kinds}; it must have {layers} of linear_attention and full_attention")
-    return KimiDelta(heads, head_dim, rank=head_dim, taps=taps, norm=norm), kinds
+    mixer = KimiDelta(heads, head_dim, rank=head_dim, taps=taps, norm=norm)
+    return mixer, config.layer_kinds("layer_types", layers, kinds, _KINDS)
 
 
 def _kimi_latent_attention(config: HfConfig) -> LatentAttention:
@@ -457,16 +450,13 @@ def _ling3_kda(config: HfConfig, heads: int, norm: Norm) -> KimiDelta:
     return KimiDelta(heads, head_dim, None, taps, norm, bound)
 
 
-def hybrid_kinds(config: HfConfig, layers: int, group: int) -> list[str]:
+def hybrid_kinds(config: HfConfig, layers: int, group: int) -> tuple[str, ...]:
     """Return the kind of mixer of each layer: the last of each `layer_group_size` attends. `group`: its default."""
     group = config.opt_size("layer_group_size", group)
     if "layer_types" not in config and layers % group:
         raise config.error("layer_group_size", f"is {group}, which does not divide num_hidden_layers {layers}")
     kinds = ["linear_attention" if (layer + 1) % group else "full_attention" for layer in range(layers)]
-    kinds = config.opt("layer_types", list, kinds)
-    if len(kinds) != layers or not set(kinds) <= {"linear_attention", "full_attention"}:
-        raise config.error("layer_types", f"is {kinds}; it must have {layers} of linear_attention and full_attention")
-    return kinds
+    return config.layer_kinds("layer_types", layers, kinds, _KINDS)
 
 
 def _ling3_of_hub(rules: Iterable[Rule]) -> Iterator[Rule]:
@@ -535,13 +525,11 @@ def _minimax(config: HfConfig) -> ModelSpec:
     return decoder(config, stack, rest)
 
 
-def _minimax_kinds(config: HfConfig, layers: int) -> list[str]:
+def _minimax_kinds(config: HfConfig, layers: int) -> tuple[str, ...]:
     """Return the kind of mixer of each layer; `attn_type_list` has 1 for attention."""
     listed = config.opt("attn_type_list", list, [1 - layer % 2 for layer in range(layers)])
-    kinds = config.opt("layer_types", list, ["full_attention" if kind else "linear_attention" for kind in listed])
-    if len(kinds) != layers or not set(kinds) <= {"linear_attention", "full_attention"}:
-        raise config.error("layer_types", f"is {kinds}; it must have {layers} of linear_attention and full_attention")
-    return kinds
+    kinds = ["full_attention" if kind else "linear_attention" for kind in listed]
+    return config.layer_kinds("layer_types", layers, kinds, _KINDS)
 
 
 def _minimax_factors(config: HfConfig) -> tuple[float, float]:
@@ -704,9 +692,7 @@ def _lfm2_model(config: HfConfig, ffns: list[Ffn], default: list[str]) -> ModelS
         config.expect(key, True)
     config.expect("block_norm_eps", norm.eps)
     config.ignore("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init")
-    kinds = config.opt("layer_types", list, default)
-    if len(kinds) != len(ffns) or not set(kinds) <= {"full_attention", "conv"}:
-        raise config.error("layer_types", f"is {kinds}; it must have {len(ffns)} entries, full_attention or conv")
+    kinds = config.layer_kinds("layer_types", len(ffns), default, ("full_attention", "conv"))
     attention = replace(rotary_attention(config, width, theta=1_000_000.0), qk_norm=norm)
     convolution = ShortConvolution(width, config.opt_size("conv_L_cache", 3), config.opt("conv_bias", bool, False))
     mixers: list[Mixer] = [attention if kind == "full_attention" else convolution for kind in kinds]

@@ -488,7 +488,7 @@ HUNYUAN_MOE = Family(
 def _cohere2_moe(config: HfConfig) -> ModelSpec:
     layers = config.size("num_hidden_layers")
     first = config.opt("first_k_dense_replace", int, 0)
-    dense_kinds = config.opt("mlp_layer_types", list, ["dense"] * first + ["sparse"] * (layers - first))
+    dense_kinds = config.ffn_kinds(layers, ["dense"] * first + ["sparse"] * (layers - first))
     prefix = config.opt_size("prefix_dense_sliding_window_pattern", 1)
     every = config.opt_size("sliding_window_pattern", 4)
     cycles = [(n + 1) % prefix for n in range(first)] + [(n + 1) % every for n in range(layers - first)]
@@ -609,9 +609,10 @@ def _llama4_mixers(config: HfConfig) -> list[Attention]:
     chunk = config.nullable("attention_chunk_size", int, 8192)
     growth = QueryGrowth(config.opt("attn_scale", float, 0.1), config.opt_size("floor_scale", 8192), offset=1)
     tuned = config.opt("attn_temperature_tuning", bool, True)
-    kinds = config.opt("layer_types", list, ["chunked_attention" if rope else "full_attention" for rope in with_rope])
-    if not len(kinds) == len(with_rope) == layers or not set(kinds) <= {"chunked_attention", "full_attention"}:
-        raise config.error("layer_types", "or no_rope_layers: one of chunked_attention, full_attention for each layer")
+    if len(with_rope) != layers:
+        raise config.error("no_rope_layers", f"has {len(with_rope)} entries for {layers} layers")
+    default = ["chunked_attention" if rope else "full_attention" for rope in with_rope]
+    kinds = config.layer_kinds("layer_types", layers, default, ("chunked_attention", "full_attention"))
     base = replace(
         rotary_attention(config, config.size("hidden_size"), theta=500_000.0, interleaved=True),
         qkv_bias=bias,

@@ -383,15 +383,11 @@ def _minimax_m3(config: HfConfig) -> ModelSpec:
     config.expect("attention_output_gate", False)
     config.ignore("num_nextn_predict_layers", "num_mtp_modules", "use_mtp", "mtp_transformer_layers")
     full, sparse = _m3_attentions(config)
-    kinds = config.opt("layer_types", list, ["full_attention"] * layers)
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", "minimax_m3_sparse"}:
-        raise config.error("layer_types", f"is {kinds}; it must have {layers} of full_attention and minimax_m3_sparse")
+    attention_kinds = ("full_attention", "minimax_m3_sparse")
+    kinds = config.layer_kinds("layer_types", layers, ["full_attention"] * layers, attention_kinds)
     dense, moe = _m3_ffns(config)
-    named = config.opt("mlp_layer_types", list, ["sparse"] * layers)
-    if len(named) != layers or not set(named) <= {"dense", "sparse"}:
-        raise config.error("mlp_layer_types", f"is {named}; it must have {layers} entries, dense or sparse")
     mixers = [sparse if kind == "minimax_m3_sparse" else full for kind in kinds]
-    ffns: list[Ffn] = [moe if kind == "sparse" else dense for kind in named]
+    ffns: list[Ffn] = [moe if kind == "sparse" else dense for kind in config.ffn_kinds(layers, ["sparse"] * layers)]
     return pre_norm_decoder(config, mixers, ffns, rms_norm(config, 1e-6, unit_offset=True))
 
 
@@ -653,7 +649,7 @@ def _step35_ropes(config: HfConfig, kinds: tuple[str, ...]) -> Mapping[str, Any]
     return hf_config.rope_per_layer_type(config, config.size("head_dim"), full=1e4, sliding=1e4)
 
 
-def _step35_ffn_kinds(config: HfConfig, layers: int) -> list[str]:
+def _step35_ffn_kinds(config: HfConfig, layers: int) -> tuple[str, ...]:
     """Return "sparse" or "dense" for each layer."""
     sparse = [str(layer) for layer in range(3, layers)]
     if config.is_text("moe_layers_enum"):
@@ -661,10 +657,8 @@ def _step35_ffn_kinds(config: HfConfig, layers: int) -> list[str]:
     else:
         sparse = [str(layer) for layer in config.opt("moe_layers_enum", list, sparse)]
     kinds = ["sparse" if str(layer) in sparse else "dense" for layer in range(layers)]
-    kinds = config.opt("mlp_layer_types", list, kinds)[:layers]
-    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-        raise config.error("mlp_layer_types", f"is {kinds}; it must have {layers} entries, dense or sparse")
-    return kinds
+    config.set("mlp_layer_types", config.opt("mlp_layer_types", list, kinds)[:layers])
+    return config.ffn_kinds(layers, kinds)
 
 
 def _step35_ffn(config: HfConfig, layer: int, kind: str) -> Ffn:

@@ -561,12 +561,8 @@ def _zamba2(config: HfConfig) -> ModelSpec:
 
 def _zamba2_hybrids(config: HfConfig) -> list[int]:
     """Return the layers with a transformer block."""
-    kinds = config.need("layers_block_type", list)
     layers = config.size("num_hidden_layers")
-    if len(kinds) != layers or not set(kinds) <= set(_ZAMBA2_KINDS):
-        raise config.error(
-            "layers_block_type", f"is {kinds}; it must have {layers} entries of {', '.join(_ZAMBA2_KINDS)}"
-        )
+    kinds = config.layer_kinds("layers_block_type", layers, config.need("layers_block_type", list), _ZAMBA2_KINDS)
     return [index for index, kind in enumerate(kinds) if kind == "hybrid"]
 
 
