@@ -26,13 +26,13 @@ MAX_TEXT_CHARACTERS: Final = 1 << 27
 class Bound:
     """Bounds of one field's value, and of each entry if it is a list or an object. None: the type's own."""
 
-    low: float | None = None  # least number
-    high: float | None = None  # greatest number
-    above: bool = False  # `low` itself is refused
-    entries: int | None = None  # most entries of a list or object
-    characters: int | None = None  # most characters of a text
-    total: str = ""  # what bounds the cost of the field together with others
-    sampled: bool = False  # SamplingParams checks it, under the name that the field has in the request
+    low: float | None = None  # Least number.
+    high: float | None = None  # Greatest number.
+    above: bool = False  # The bound `low` itself is refused.
+    entries: int | None = None  # Maximum number of entries of a list or object.
+    characters: int | None = None  # Maximum number of characters of a text.
+    total: str = ""  # The bound on the cost of the field together with others.
+    sampled: bool = False  # SamplingParams checks it, under the name that the field has in the request.
 
 
 def _sampled(low: float | None = None, high: float | None = None, **more: bool | int | str) -> Bound:

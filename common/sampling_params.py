@@ -24,8 +24,8 @@ from pagoda.common.request_bounds import Bound, bound_of
 class RepetitionDetectionParams:
     """End an answer whose last tokens repeat one pattern `min_count` times."""
 
-    max_pattern_size: int = 0  # tokens; 0 disables the detection
-    min_pattern_size: int = 0  # tokens; 0 means 1
+    max_pattern_size: int = 0  # Number of tokens; 0 disables the detection.
+    min_pattern_size: int = 0  # Number of tokens; 0 means 1.
     min_count: int = 0
 
     def verify(self) -> None:
@@ -67,15 +67,15 @@ KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural
 class StructuredOutputsParams:
     """The constraint on an answer's format."""
 
-    json: str | Mapping[str, Any] | bool | None = None  # JSON schema, as text or object
+    json: str | Mapping[str, Any] | bool | None = None  # JSON schema, as text or object.
     regex: str | None = None
     choice: tuple[str, ...] | list[str] | None = None
     grammar: str | None = None  # Lark or EBNF (GBNF)
     json_object: bool | None = None
-    structural_tag: str | Mapping[str, Any] | None = None  # tags that enable schemas, as JSON text or object
+    structural_tag: str | Mapping[str, Any] | None = None  # Tags that enable schemas, as JSON text or object.
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None  # regular expression of the whitespace between JSON tokens
+    whitespace_pattern: str | None = None  # Regular expression of the white space between JSON tokens.
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
@@ -281,7 +281,7 @@ class SamplingParams:
                 raise RequestError(name, f"{name} is not supported by this version of pagoda; leave it unset")
         for name, check in _CHECKS.items():
             value = getattr(self, name)
-            if value is not _DEFAULTS[name]:  # most are
+            if value is not _DEFAULTS[name]:  # Most values are the defaults.
                 check(name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
@@ -414,7 +414,7 @@ def _number(name: str) -> Check:
     def check(name: str, value: object) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise RequestError(name, f"{name} must be a number, not {_shown(value)}")
-        if not low <= value <= high or (above and value == low):  # NaN fails the first comparison
+        if not low <= value <= high or (above and value == low):  # NaN fails the first comparison.
             bounds = f"above {low} and at most {high}" if above else f"between {low} and {high}"
             raise RequestError(name, f"{name} must be {bounds}, not {_shown(value)}")
 

@@ -472,7 +472,7 @@ class AsyncLLM(ExplainsMissingMethods):
         try:
             with self._admission.counting():
                 await warm.inputs.check_grammar(prepared, origin.owner, self._admission.limits)
-            await self._gate.passed()  # preparing takes time: check again
+            await self._gate.passed()  # Preparing takes time, so it is checked again.
             self._admission.check(Load())
             stream = warm.requests.add(prepared)
         except BaseException:
@@ -829,7 +829,7 @@ class WarmEngine:
     """What an AsyncLLM needs for requests once the engine is warm."""
 
     info: EngineInfo
-    tokenizer: Tokenizer | None  # None with skip_tokenizer_init
+    tokenizer: Tokenizer | None  # None with skip_tokenizer_init.
     inputs: AsyncInputs
     requests: AsyncRequests
 
@@ -868,7 +868,7 @@ class AsyncInputs:
         self.processor = processor
         self._grammars = grammars
         self._threads = threads
-        self._turn = asyncio.Semaphore(1)  # several threads of Python code slow down the event loop by their number
+        self._turn = asyncio.Semaphore(1)  # Several threads of Python code slow down the event loop by their number.
 
     async def prepare(
         self,

@@ -593,7 +593,7 @@ class OfflineRun:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._running: dict[str, int] = {}  # request id -> sequences
+        self._running: dict[str, int] = {}  # Request id -> number of sequences.
         self._outputs: dict[str, Output] = {}
 
     @property

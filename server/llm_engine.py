@@ -93,7 +93,7 @@ class LLMEngine(ExplainsMissingMethods):
         self.info: EngineInfo = self._built.info
         if tokenizer is not None:
             tokenizer = tokenizer.with_vocab(self.info.vocab_size).with_context(max_prompt_tokens(self.info))
-        if self._built.hosts is not None:  # a script need not call shutdown: the other hosts end with it
+        if self._built.hosts is not None:  # A script need not call shutdown: the other hosts end with it.
             atexit.register(weakref.finalize(self, self._built.backend.close))
         self._text = tokenizer
         self._core = self._built.core
@@ -449,7 +449,7 @@ def log_engine_stats(now: EngineStats) -> None:
 
 
 def _metrics_of(info: EngineInfo, config: EngineConfig) -> Metrics:
-    from pagoda.common.observe.metrics import Metrics  # prometheus_client is not needed to generate
+    from pagoda.common.observe.metrics import Metrics  # Generating does not need prometheus_client.
 
     return Metrics(info.names[0], config.parallel.data_parallel_size, config.lora.slots)
 

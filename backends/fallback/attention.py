@@ -178,7 +178,7 @@ class TracedCalls:
     """Records what each call attends to. Raises ModelError for what the paged attention does not compute."""
 
     max_positions: int
-    both_ways: bool = False  # attention to later tokens is computed, too
+    both_ways: bool = False  # A query also attends to later tokens.
     attention: list[Attention] = field(default_factory=list)
 
     def __call__(

@@ -55,7 +55,7 @@ def describe(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool
         return _trace(source, built, max_positions)
     except ModelError as error:
         raise ModelError(f"{architecture} cannot run on the paged KV cache: {error}") from None
-    except Exception as error:  # of transformers' code, or of the model's own
+    except Exception as error:  # The code of transformers or of the model may raise anything.
         raise ModelError(f"{architecture}: transformers cannot build or run it: {in_one_line(error)}") from error
 
 
@@ -115,7 +115,7 @@ def describe_pooling(
         return _measure(source, built, max_positions_of(architecture, built))
     except ModelError:
         raise
-    except Exception as error:  # of transformers' code, or of the model's own
+    except Exception as error:  # The code of transformers or of the model may raise anything.
         raise ModelError(f"{architecture}: transformers cannot build or run it: {in_one_line(error)}") from error
 
 
@@ -153,7 +153,7 @@ def _packable(source: TransformersSource, config: PretrainedConfig, max_position
     """Return the calls of attention of the layers; none unless the prompts of a step can be concatenated."""
     try:
         return trace_layers(source, config, max_positions, both_ways=True)[1]
-    except Exception:  # of transformers' code, too: it runs with attention of its own
+    except Exception:  # The code of transformers may raise anything; the model then runs with its own attention.
         return ()
 
 

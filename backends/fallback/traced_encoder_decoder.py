@@ -29,7 +29,7 @@ def trace_encoder_decoder(
     source: TransformersSource, config: PretrainedConfig, max_positions: int, start: tuple[int, ...]
 ) -> TransformersSpec:
     """Build the model on the meta device and record a forward pass of its encoder, then of its decoder."""
-    model = on_meta(source, config, torch.float32)  # some have parts that stay float32
+    model = on_meta(source, config, torch.float32)  # Some models have parts that stay in float32.
     calls = TracedDecoder(TracedCalls(max_positions), _ENCODER_TOKENS)
     encoder: Any = model.get_encoder()
     decoder: Any = model.get_decoder()
@@ -83,7 +83,8 @@ class TracedDecoder:
 
     self_attention: TracedCalls
     encoder_tokens: int
-    cross: dict[nn.Module, int] = field(default_factory=dict)  # numbers in K and V of one encoder token, in order
+    # Module -> numbers in K and V of one encoder token, in call order.
+    cross: dict[nn.Module, int] = field(default_factory=dict)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]

@@ -27,8 +27,8 @@ class BackendRule:
     setting: str
     backends: tuple[str, ...]
     status: Literal["no effect", "refused"]
-    reason: str  # with the remedy, if refused; {backend} stands for the backend's name
-    values: tuple[Any, ...] = ()  # that it concerns; empty: all but the default and `accepts`
+    reason: str  # Why, with the remedy if it is refused; {backend} stands for the backend's name.
+    values: tuple[Any, ...] = ()  # Values that the rule concerns; empty: all but the default and `accepts`.
     accepts: tuple[Any, ...] = ()
 
     def concerns(self, value: Any, default: Any) -> bool:

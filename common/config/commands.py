@@ -23,7 +23,7 @@ from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, Sett
 from pagoda.common.errors import ConfigError
 
 BATCH_SERVER_SETTINGS: Final = (
-    "port",  # of --enable-metrics
+    "port",  # Port of --enable-metrics.
     "response_role",
     "chat_template",
     "default_chat_template_kwargs",

@@ -30,13 +30,13 @@ class EnvVar:
     help: str
     aliases: tuple[str, ...] = ()
     status: Status = "implemented"
-    reason: str = ""  # why it has no effect or is refused, with the remedy
-    accepts: tuple[str, ...] = OFF  # values that are accepted although the variable is refused
-    shared: bool = False  # other programs read it too, so it is not warned about
-    maps_to: Callable[[str], Mapping[str, Any]] | None = None  # text -> settings; raises ValueError
-    setting: str = ""  # that it sets; it has an effect on the same backends
-    only: tuple[str, ...] = ()  # backends on which it has an effect; empty: all
-    elsewhere: str = ""  # why it has none on the others
+    reason: str = ""  # Why it has no effect or is refused, with the remedy.
+    accepts: tuple[str, ...] = OFF  # Values that are accepted although the variable is refused.
+    shared: bool = False  # Other programs read it too, so no warning names it.
+    maps_to: Callable[[str], Mapping[str, Any]] | None = None  # Maps its text to settings; raises ValueError.
+    setting: str = ""  # The setting that it sets; it has an effect on the same backends.
+    only: tuple[str, ...] = ()  # Backends on which it has an effect; empty: all.
+    elsewhere: str = ""  # Why it has no effect on the others.
 
     @property
     def names(self) -> tuple[str, ...]:

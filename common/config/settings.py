@@ -36,9 +36,9 @@ _SECRETS: Final = frozenset({"api_key", "hf_token"})
 class Setting:
     """One configuration field, which is a keyword, a flag, a YAML key and an environment variable."""
 
-    config: type[Any]  # the dataclass of the field
+    config: type[Any]  # The dataclass of the field.
     field: str
-    name: str  # keyword; with dashes, flag and YAML key
+    name: str  # The keyword; with dashes, the flag and the YAML key.
     hint: Any
     default: Any
     option: Option
@@ -120,7 +120,7 @@ class Setting:
         if self.is_list and isinstance(value, str) and self.option.parse is None:
             value = (value,)
         if get_origin(self.value_type) is Literal and not isinstance(value, str):
-            value = str(value).removeprefix("torch.")  # a torch.dtype, without importing torch
+            value = str(value).removeprefix("torch.")  # This converts a torch.dtype without importing torch.
         return self._checked(value, value, strict=True)
 
     def convert_text(self, text: str | list[str]) -> Any:
@@ -170,7 +170,7 @@ class Setting:
         if self.option.choices and value is not None and value not in self.option.choices:
             raise self._type_error(original)
         try:
-            msgspec.msgpack.encode(value)  # the encoding of messages to the engine process
+            msgspec.msgpack.encode(value)  # Messages to the engine process have this encoding.
         except (ValueError, OverflowError, RecursionError, TypeError):
             message = f"{_quoted(original)} cannot be encoded; use UTF-8 text and numbers of at most 64 bits"
             raise ConfigError(self.flag, message) from None
@@ -293,16 +293,16 @@ class Sourced:
 
     value: Any
     source: str
-    alias: str = ""  # the deprecated flag or the variable that mapped to this setting; empty if set by its own name
+    alias: str = ""  # The deprecated flag or variable that mapped to this setting; empty if set by its own name.
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSettings:
     """Merged settings."""
 
-    values: dict[str, Any]  # every setting, defaults included
-    sources: dict[str, str]  # of the settings that are set
-    notes: tuple[str, ...]  # warnings to log
+    values: dict[str, Any]  # Values of all settings, defaults included.
+    sources: dict[str, str]  # Sources of the settings that are set.
+    notes: tuple[str, ...]  # Warnings to log.
 
 
 def merge_layers(table: Mapping[str, Setting], *layers: Mapping[str, Sourced]) -> ResolvedSettings:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 PCI: Final = Path("/sys/bus/pci/devices")
 
-_GOOGLE: Final = "0x1ae0"  # PCI vendor id
+_GOOGLE: Final = "0x1ae0"  # Google's PCI vendor id.
 _NO_ACCELERATORS: Final = ("0x01", "0x02", "0x03", "0x06", "0x0c")
 """PCI classes: storage, network, display, bridge, bus."""
 
@@ -31,9 +31,9 @@ _NO_ACCELERATORS: Final = ("0x01", "0x02", "0x03", "0x06", "0x0c")
 class TpuKind:
     """A generation of TPU chips."""
 
-    name: str  # as in the table of defaults
-    memory_bytes: int = 0  # HBM of one jax device
-    devices: int = 1  # jax devices per chip
+    name: str  # The chip's name in the table of defaults.
+    memory_bytes: int = 0  # Bytes of HBM of one jax device.
+    devices: int = 1  # Number of jax devices per chip.
     supported: bool = True
 
 
@@ -155,7 +155,7 @@ class SliceHost:
     """This host's place in a slice."""
 
     hosts: int
-    worker: str  # index of this host; empty: unknown
+    worker: str  # Index of this host; empty: unknown.
 
 
 def slice_host(environ: Mapping[str, str] = os.environ) -> SliceHost:
@@ -172,7 +172,7 @@ def slice_host(environ: Mapping[str, str] = os.environ) -> SliceHost:
 def check_alone(chips: list[TpuKind], environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if this process is about to use a part of a slice alone: it would wait for the other hosts."""
     if environ.get("TPU_PROCESS_BOUNDS", environ.get("TPU_HOST_BOUNDS")) is not None:
-        return  # the user says which chips belong together
+        return  # The user says which chips belong together.
     place = slice_host(environ)
     if place.hosts == 1:
         return

@@ -221,7 +221,7 @@ class LeadingBackend(RankBackend):
         try:
             self._apply(SleepRanks(level), lambda: backend.sleep(level))
         except MemoryError:
-            self.wake_weights(lambda: ())  # they were kept
+            self.wake_weights(lambda: ())  # The weights were kept.
             self.wake_kv_cache()
             raise
 
@@ -317,7 +317,7 @@ class _PendingOnAllHosts(Generic[MasksT, ResultT]):
         """Wait for the step. If it failed because a peer failed, raise the peer's failure."""
         with self.failure.as_cause(self.grace):
             result = self.pending.result()
-        self.failure.check()  # an aborted collective may return, too
+        self.failure.check()  # An aborted collective may return, too.
         return result
 
 

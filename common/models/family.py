@@ -147,9 +147,9 @@ def decoder_pooler(config: HfConfig, use: PoolUse) -> Pooler:
 class AnswerFormat:
     """How the models of a family mark up their answers; empty: as the flags say."""
 
-    reasoning: str = ""  # --reasoning-parser, unless it is given
-    tools: str = ""  # --tool-call-parser, unless it is given; then without --enable-auto-tool-choice
-    ends: tuple[str, ...] = ()  # texts of tokens that end an answer, besides those that the checkpoint names
+    reasoning: str = ""  # Value of --reasoning-parser unless it is given.
+    tools: str = ""  # Value of --tool-call-parser unless it is given, then without --enable-auto-tool-choice.
+    ends: tuple[str, ...] = ()  # Texts of tokens that end an answer, besides those that the checkpoint names.
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,21 +164,22 @@ class MergedAdapter:
 class Family:
     """A model family: a config reader and weight-name rules, for its generating and its pooling models."""
 
-    build: Callable[[HfConfig], ModelSpec]  # reads config.json
+    build: Callable[[HfConfig], ModelSpec]  # Reads config.json.
     rules: tuple[Rule, ...]
-    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq", "lm_head.weight")  # patterns of tensors to drop if unmatched
-    pooler: Callable[[HfConfig, PoolUse], Pooler] = decoder_pooler  # replaces the LM head in a pooling model
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq", "lm_head.weight")  # Dropped if no rule matches them.
+    # Makes what replaces the LM head in a pooling model.
+    pooler: Callable[[HfConfig, PoolUse], Pooler] = decoder_pooler
     pooler_rules: tuple[Rule, ...] = (
         *linear("score", "pooler.classifier"),
         *linear("classifier", "pooler.classifier"),
     )
-    heads: tuple[str, ...] = ("score.*", "classifier.*", "lm_head.*")  # ignored by pooling models
-    generates: bool = True  # False for encoders, which can only pool
+    heads: tuple[str, ...] = ("score.*", "classifier.*", "lm_head.*")  # Patterns of tensors that pooling models ignore.
+    generates: bool = True  # False for encoders, which can only pool.
     answers: AnswerFormat = AnswerFormat()
-    config_rules: Callable[[HfConfig], tuple[Rule, ...]] | None = None  # rules that depend on config.json, tried first
+    config_rules: Callable[[HfConfig], tuple[Rule, ...]] | None = None  # Tried first; they depend on config.json.
     config_adapter: Callable[[HfConfig], MergedAdapter | None] | None = None
-    adapter: MergedAdapter | None = None  # of this config.json, see `configured`
-    side_files: tuple[str, ...] = ()  # state dicts beside the checkpoint; their tensors are named `stem.name`
+    adapter: MergedAdapter | None = None  # The adapter that config.json states, see `configured`.
+    side_files: tuple[str, ...] = ()  # State dicts beside the checkpoint; their tensors are named `stem.name`.
 
     def configured(self, config: HfConfig) -> Family:
         """Return the family with the rules and the adapter of this config.json."""

@@ -203,7 +203,7 @@ def _render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
         return template.render(variables)
     except MemoryError:
         raise
-    except Exception as error:  # a template can raise anything; the engine must serve the next request
+    except Exception as error:  # A template can raise anything; the engine must serve the next request.
         raise RequestError("messages", f"the chat template refused the messages: {_shortened(error)}") from None
 
 
@@ -338,7 +338,7 @@ def _shows_late_system(template: str, as_parts: bool) -> bool:
     ]
     try:
         text = _compiled(template).render({"messages": plain, "add_generation_prompt": True})
-    except Exception:  # a template can raise anything
+    except Exception:  # A template can raise anything.
         return False
     return _END_MARK.strip() in text
 
@@ -452,8 +452,8 @@ TRUSTED_ROLES: Final = frozenset({"system", "developer", "assistant"})
 """Roles whose messages the application or the model wrote: special tokens in them are parsed."""
 
 _NONCE_CHARS: Final = 4
-_PRIVATE: Final = (0xF0000, 0xFFFE)  # first code point and number of a plane for private use
-_KINDS: Final = (0x100000, 0xFFFE)  # first code point and number of another plane: which special token a marker is
+_PRIVATE: Final = (0xF0000, 0xFFFE)  # First code point and number of code points of a plane for private use.
+_KINDS: Final = (0x100000, 0xFFFE)  # The same of another plane, which says which special token a marker is.
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -531,7 +531,7 @@ class _Markers:
     def __init__(self, pattern: re.Pattern[str], text: str) -> None:
         """`text`: the rendered conversation, which has no marker in it."""
         self._pattern = pattern
-        self._kinds: dict[str, str] = {}  # text of a special token -> marker
+        self._kinds: dict[str, str] = {}  # Text of a special token -> marker.
         first, count = _PRIVATE
         while (nonce := "".join(chr(first + secrets.randbelow(count)) for _ in range(_NONCE_CHARS))) in text:
             pass

@@ -18,10 +18,10 @@ class FillFormat:
 
     prefix: str
     suffix: str
-    middle: str = ""  # the last token of the prompt, if any
+    middle: str = ""  # The last token of the prompt, if any.
     ends: tuple[str, ...] = ()
     suffix_first: bool = False
-    drops_space: bool = False  # the tokenizer adds a space before a text, which a suffix does not have
+    drops_space: bool = False  # The tokenizer adds a space before a text, which a suffix does not have.
 
 
 _FORMATS: Final = (

@@ -64,8 +64,8 @@ def stretches_of(
     The tokens at which it is split are not in the stretches of those. `left`, `right`: texts of tokens that take up the
     white space on that side of them.
     """
-    returned = 0  # the end of the last stretch
-    begin = 0  # the end of the last special token that is not literal
+    returned = 0  # The end of the last stretch.
+    begin = 0  # The end of the last special token that is not literal.
     found: list[Span] = []
     for span in (*(match.span() for match in pattern.finditer(text)), (len(text), len(text))):
         if span in literal:

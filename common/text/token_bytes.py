@@ -30,8 +30,8 @@ class TokenBytes(dict[int, bytes]):
         super().__init__(literal)
         self._text_of = text_of
         self._spell = spell
-        self.strip_first_space = strip  # decoding drops one space at the start of the whole text
-        self.has_literal = bool(literal)  # the package tokenizers decodes these tokens as other bytes
+        self.strip_first_space = strip  # Decoding drops one space at the start of the whole text.
+        self.has_literal = bool(literal)  # The package tokenizers decodes these tokens as other bytes.
         self.texts = TokenTexts(self)
 
     def __missing__(self, token_id: int) -> bytes:

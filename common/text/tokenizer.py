@@ -82,10 +82,10 @@ class Tokenizer:
     """A model's tokenizer. Thread-safe and stateless."""
 
     backend: tokenizers.Tokenizer
-    special_tokens: Mapping[str, str] = field(default_factory=dict)  # role -> text, such as "bos_token" -> "<s>"
-    chat_templates: Mapping[str, str] = field(default_factory=dict)  # name -> jinja source; usually only "default"
-    max_tokens: int | None = None  # reject texts of surely more tokens without tokenising them whole
-    highest_id: int | None = None  # the highest id except those of added tokens, if known
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # Role -> text, such as "bos_token" -> "<s>".
+    chat_templates: Mapping[str, str] = field(default_factory=dict)  # Name -> jinja source; usually only "default".
+    max_tokens: int | None = None  # A text that has surely more tokens is rejected without being tokenised.
+    highest_id: int | None = None  # The highest id except those of added tokens, if known.
 
     def with_context(self, max_tokens: int) -> Tokenizer:
         """Return a copy that rejects texts longer than `max_tokens` tokens."""
@@ -448,14 +448,14 @@ def _encoding(
     if cancelled is not None and cancelled.is_set():
         raise TokenisingCancelledError
     try:
-        if len(text) > GIL_RELEASE_CHARS:  # `encode` holds the GIL, the batch calls do not; the fast one has no offsets
+        if len(text) > GIL_RELEASE_CHARS:  # Only the batch calls release the GIL; the fast one has no offsets.
             batch = backend.encode_batch if offsets else backend.encode_batch_fast
             return batch([text], add_special_tokens=add_special_tokens)[0]
         return backend.encode(text, add_special_tokens=add_special_tokens)
     except UnicodeEncodeError:
         raise RequestError("prompt", "the text contains half of a surrogate pair, which is not a character") from None
     except TypeError:
-        if isinstance(text, str):  # some versions of the library report the surrogate as a type error
+        if isinstance(text, str):  # Some versions of the library report the surrogate as a type error.
             raise RequestError("prompt", "the text contains characters that cannot be encoded as UTF-8") from None
         raise
     except Exception as error:  # The library raises it for a character that no token has.
@@ -580,10 +580,11 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._include = include_stop_str_in_output
         self._min_tokens = min_tokens
-        self._parts: list[str] = []  # pieces of text that were emitted
-        self._pending = ""  # decoded but not emitted, as it may begin a stop string; every match lies within it
-        self.num_tokens = 0  # tokens consumed, up to the one that completed a stop string
-        self.stop_hit: str | None = None  # the stop string that ended the text
+        self._parts: list[str] = []  # Pieces of text that were emitted.
+        # Text that is decoded but not emitted, as it may begin a stop string; all matches lie within it.
+        self._pending = ""
+        self.num_tokens = 0  # Number of tokens consumed, up to the one that completed a stop string.
+        self.stop_hit: str | None = None  # The stop string that ended the text.
 
     @property
     def text(self) -> str:
@@ -716,9 +717,9 @@ class ByteStream:
         self._table = table
         self._texts = table.texts
         self._skipped = skipped
-        self._at_start = at_start  # the next byte is the first of the whole text; drop it if it is a space
+        self._at_start = at_start  # The next byte is the first of the text and is dropped if it is a space.
         self._decoder = _Utf8Decoder("replace")
-        self._incomplete = False  # the decoder has buffered part of a character
+        self._incomplete = False  # The decoder has buffered part of a character.
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text these tokens complete."""

@@ -33,10 +33,10 @@ class TokenizerParts:
     """A tokenizer as read from its files."""
 
     backend: tokenizers.Tokenizer
-    special_tokens: Mapping[str, str] = field(default_factory=dict)  # role ("bos_token") -> text
-    chat_templates: Mapping[str, str] = field(default_factory=dict)  # name -> jinja source
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # Role -> text, such as "bos_token" -> "<s>".
+    chat_templates: Mapping[str, str] = field(default_factory=dict)  # Name -> jinja source.
     highest_id: int | None = (
-        None  # the highest id except those of added tokens; None if the file does not tell without reading every token
+        None  # The highest id except those of added tokens; None if only reading every token would tell.
     )
 
 
@@ -106,7 +106,7 @@ def is_panic(error: BaseException) -> bool:
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except BaseException as error:  # the library raises bare Exception; its panics are not even that
+    except BaseException as error:  # The library raises bare Exception; its panics are not even that.
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise ModelError(f"{path}: cannot be read ({error}); fetch the file again") from None

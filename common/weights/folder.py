@@ -172,7 +172,7 @@ def _shard_path(index: Path, shard: str) -> Path:
     path = index.parent.joinpath(*parts)
     try:
         is_file = path.is_file()
-    except OSError:  # a name that is too long
+    except OSError:  # The name is too long.
         is_file = False
     if not is_file:
         raise WeightError(f"{index}: names the shard {shard}, which is missing; download it again")

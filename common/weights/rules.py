@@ -114,7 +114,7 @@ def _checked_head(rules: Sequence[Rule], tensors: Iterable[tuple[str, Value]]) -
                 found.clear()
 
 
-_ROWS_COMPARED: Final = 1024  # rows compared at a time, so that no table of gigabytes is copied
+_ROWS_COMPARED: Final = 1024  # Rows compared at a time, so that no table of gigabytes is copied.
 
 
 def _check_equal(*, embed: tuple[str, Value], head: tuple[str, Value]) -> None:
@@ -301,8 +301,8 @@ class _PartialStack:
         self._shape = param.shape
         self._source = source
         self._missing = set(range(param.shape[0]))
-        self._kind: tuple[str, tuple[int, ...]] | None = None  # kind of all parts, see `_kind`
-        self._values: Array | None = None  # the stack, if its parts are dense
+        self._kind: tuple[str, tuple[int, ...]] | None = None  # Kind of all parts, see `_kind`.
+        self._values: Array | None = None  # The stack, if its parts are dense.
         self._quantised: dict[int, QuantizedTensor] = {}
 
     def put(self, number: int, name: str, part: Value) -> bool:
@@ -639,7 +639,7 @@ def _filled(source: str, numbers: Mapping[str, str]) -> str:
 
 def _pattern(target: str) -> re.Pattern[str]:
     """Return a regular expression for the parameters of a rule's target, with a group per placeholder."""
-    pieces = _PLACEHOLDER.split(target)  # text and names of placeholders take turns
+    pieces = _PLACEHOLDER.split(target)  # Text and names of placeholders take turns.
     return re.compile(
         "".join(rf"(?P<{piece}>\d+)" if index % 2 else re.escape(piece) for index, piece in enumerate(pieces))
     )

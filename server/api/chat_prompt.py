@@ -61,17 +61,17 @@ class Conversation:
     """A conversation to render and continue."""
 
     messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()  # {"type": "function", "function": {"name", "description", "parameters"}}
+    tools: Sequence[Mapping[str, Any]] = ()  # Each is {"type": "function", "function": {...}}.
     tool_choice: ToolChoice = "none"
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
-    reasoning_budget: int | None = None  # maximum reasoning tokens; a hint where there is no reasoning parser
+    reasoning_budget: int | None = None  # Maximum number of reasoning tokens; a hint without a reasoning parser.
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     documents: Sequence[Mapping[str, Any]] | None = None
-    template: str | None = None  # overrides the model's, with --trust-request-chat-template
-    keywords: Mapping[str, Any] = field(default_factory=dict)  # variables of the template
+    template: str | None = None  # Overrides the model's, with --trust-request-chat-template.
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # Variables of the template.
     cache_salt: str | None = None
 
 
@@ -80,9 +80,9 @@ class ChatPrompt(Prompt):
     """A rendered conversation, ready for the engine."""
 
     params: SamplingParams
-    reader: Callable[[], OutputReader]  # makes the reader of one sequence's output
+    reader: Callable[[], OutputReader]  # Makes the reader of one sequence's output.
     last_message: Mapping[str, Any] = field(default_factory=dict)
-    ignored: tuple[Ignored, ...] = ()  # fields of chat completions without effect on this model
+    ignored: tuple[Ignored, ...] = ()  # Fields of chat completions without effect on this model.
 
 
 async def prepare(state: ServerState, conversation: Conversation, params: SamplingParams) -> ChatPrompt:
@@ -115,7 +115,7 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     if parsers:
         reader = _reader(state, parsers, params, parallel=conversation.parallel_tool_calls)
         if not formats.are_plugins:
-            params = _with_values(params, skip_special_tokens=False)  # the parsers need them
+            params = _with_values(params, skip_special_tokens=False)  # The parsers need them.
     return ChatPrompt(
         text,
         token_ids,
@@ -162,7 +162,7 @@ async def prepare_fitting(state: ServerState, conversation: Conversation, params
     longest = await fitting(last)
     if longest is None:
         return await prepare(state, replace(conversation, messages=last), params)
-    while starts:  # binary search; the remaining `starts` keep more messages than `longest`
+    while starts:  # Binary search: the remaining `starts` keep more messages than `longest`.
         middle = len(starts) // 2
         candidate = await fitting(messages[:head] + messages[starts[middle] :])
         if candidate is not None:
@@ -348,7 +348,7 @@ def _ignored_effort(state: ServerState, conversation: Conversation, variables: f
     effort = conversation.reasoning_effort
     if effort is None or state.tokenizer() is None:
         return ()
-    needs_no_effect = effort == "none" and state.reasoning_format is None  # the model does not reason
+    needs_no_effect = effort == "none" and state.reasoning_format is None  # The model does not reason.
     if needs_no_effect or _effort_variables(effort, variables):
         return ()
     reason = (
@@ -578,7 +578,7 @@ def _add_grammar(
     if structured is None and choice == "auto":
         strict = None if state.tool_format is None else strict_calls(state.tool_format, tools, parallel=parallel)
         return params if strict is None else _with_values(params, structured_outputs=strict)
-    if structured is None or choice != "auto":  # a required call leaves no text to constrain
+    if structured is None or choice != "auto":  # A required call leaves no text to constrain.
         schema = schema_of_named(tools[0]) if choice != "required" else schema_of_required(tools, parallel=parallel)
         return _with_values(params, structured_outputs=StructuredOutputsParams(json=schema))
     grammar = None

@@ -53,8 +53,8 @@ class Command:
     module: str = ""
     commands: Mapping[str, Command] | None = None
     positionals: tuple[Positional, ...] = ()
-    refused: str = ""  # why it is not supported, with the remedy
-    deprecated: str = ""  # its replacement
+    refused: str = ""  # Why it is not supported, with the remedy.
+    deprecated: str = ""  # The command that replaces it.
 
     @property
     def status(self) -> Status:

@@ -64,7 +64,7 @@ class EngineProcess:
     """How to start one engine."""
 
     config: EngineConfig
-    env: Mapping[str, str] = field(default_factory=dict)  # beside this process's
+    env: Mapping[str, str] = field(default_factory=dict)  # Variables beside this process's.
 
 
 def engine_processes(config: EngineConfig) -> list[EngineProcess]:

@@ -298,7 +298,7 @@ class CoreClientAsync:
         self._watching = loop.call_later(WATCH_SECONDS, self._watch, loop)
 
     def _take_stuck(self, error: EngineUnavailableError) -> None:
-        if self._unavailable is not None:  # known, or restarting
+        if self._unavailable is not None:  # The problem is known, or the engine restarts.
             return
         self._unavailable = error
         logger.error("%s", error)
@@ -521,8 +521,8 @@ class QueueUse:
     def __init__(self) -> None:
         self.total = _NOTHING
         self._requests: dict[str, tuple[str, str, Load]] = {}
-        self._owners: dict[str, Load] = {}  # of those with unfinished requests
-        self._groups: dict[str, Load] = {}  # by id, of those without a group
+        self._owners: dict[str, Load] = {}  # Owner -> load, of those with unfinished requests.
+        self._groups: dict[str, Load] = {}  # Group's id -> load; a request without a group has its own.
 
     @property
     def callers(self) -> int:
@@ -570,11 +570,11 @@ class QueueUse:
 class QueueLimits:
     """Bounds on the load of all unfinished requests. None: unlimited."""
 
-    sequences: int | None = None  # --max-num-queued-reqs
-    tokens: int | None = None  # --max-num-queued-tokens
-    waiting: int = 0  # sequences without a slot, above which the server is overloaded
-    overload_seconds: float | None = None  # --max-overload-seconds
-    key_share: float = 1.0  # of each bound, that one key may use
+    sequences: int | None = None  # Value of --max-num-queued-reqs.
+    tokens: int | None = None  # Value of --max-num-queued-tokens.
+    waiting: int = 0  # Number of sequences without a slot above which the server is overloaded.
+    overload_seconds: float | None = None  # Value of --max-overload-seconds.
+    key_share: float = 1.0  # Share of each bound that one key may use.
 
     def share(self, limit: int) -> int:
         """Return what one key may use of a limit, at least 1."""
@@ -633,12 +633,12 @@ class Overload:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._running = 0
-        self._since: float | None = None  # more wait than may
+        self._since: float | None = None  # Time since which more sequences wait than may.
         self._refused = -math.inf
-        self._num_refused = 0  # while more wait than may
-        self._counted_since = -math.inf  # refusals within CALM_SECONDS
+        self._num_refused = 0  # Number of requests refused while more wait than may.
+        self._counted_since = -math.inf  # Start of counting refusals within CALM_SECONDS.
         self._num_counted = 0
-        self._short_until = -math.inf  # the queue limit is divided by OVERLOAD_QUEUE_DIVISOR
+        self._short_until = -math.inf  # Until then the queue limit is divided by OVERLOAD_QUEUE_DIVISOR.
 
     def observe(self, running: int, waiting: int, limits: QueueLimits) -> None:
         """Take over how many sequences run and wait after a step."""

@@ -138,7 +138,7 @@ def run_engine(
                 case TakeSnapshot(ticket):
                     send(_take_snapshot(incidents, ticket))
                 case StartProfile() | StopProfile():
-                    progress.busy = False  # it may take longer than a step: a trace is written
+                    progress.busy = False  # Writing a trace may take longer than a step.
                     send(_change_profile(core.profiler, command))
                 case Shutdown():
                     return
@@ -241,7 +241,7 @@ class IncidentWriter:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.signal(SNAPSHOT_SIGNAL, lambda number, frame: None)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # written to by C code: the main thread may be stuck
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # C code writes to it: the main thread may be stuck.
         threading.Thread(target=self._wait, args=(reader,), name="pagoda-incidents", daemon=True).start()
 
     def _wait(self, reader: int) -> None:
@@ -374,7 +374,7 @@ def serve(address: str, build: Build = build_engine, clients: int = 0) -> int:
     """
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # They are sent to the whole process group; the parent decides.
         signal.signal(number, signal.SIG_IGN)
     stdin = sys.stdin.buffer
     config = msgspec.msgpack.decode(stdin.read(int.from_bytes(stdin.read(4), "big")), type=EngineConfig)
@@ -386,7 +386,7 @@ def serve(address: str, build: Build = build_engine, clients: int = 0) -> int:
     threading.Thread(
         target=_send_heartbeats, args=(context, addresses, progress), name="pagoda-heartbeat", daemon=True
     ).start()
-    output_context = zmq.Context()  # separate, so that term() waits for the last message only
+    output_context = zmq.Context()  # A separate context, so that term() waits for the last message only.
     outputs = [_connect(output_context, address) for address in addresses]
     router = ClientRouter(
         clients,
@@ -426,7 +426,7 @@ def serve(address: str, build: Build = build_engine, clients: int = 0) -> int:
 
 def _run(config: EngineConfig, built: BuiltEngine, inbox: Inbox, send: Send, progress: Progress) -> None:
     gc.collect()
-    gc.freeze()  # collections between steps then visit requests only
+    gc.freeze()  # Collections between steps then visit requests only.
     incidents = IncidentWriter(config, built)
     incidents.on_signal()
     send(Ready(built.info))
@@ -481,4 +481,4 @@ if __name__ == "__main__":
     status = serve(sys.argv[1], clients=int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # a normal interpreter exit would wait for the sockets of daemon threads
+    os._exit(status)  # A normal interpreter exit would wait for the sockets of daemon threads.

@@ -55,7 +55,7 @@ class ReplicaRouter:
     """Chooses the replica that has computed the beginning of the prompt, unless it has too many sequences."""
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> replica that computed it last
+        self._homes: OrderedDict[int, int] = OrderedDict()  # Hash of a prefix -> replica that computed it last.
 
     def choose(self, request: EngineRequest, loads: dict[int, int]) -> int:
         """Return a replica. `loads`: unfinished sequences of each replica that may be chosen, at least one."""
@@ -115,11 +115,11 @@ class ReplicaClient:
     def __init__(self, clients: Sequence[StartingClient]) -> None:
         self.clients = tuple(clients)
         self._router = ReplicaRouter()
-        self._replica_of: dict[str, int] = {}  # of unfinished sequences
-        self._loads = [0] * len(clients)  # unfinished sequences of this client
+        self._replica_of: dict[str, int] = {}  # Unfinished sequence -> replica.
+        self._loads = [0] * len(clients)  # Number of unfinished sequences of this client on each replica.
         self._stats = [EngineStats()] * len(clients)
-        self._down: set[int] = set()  # being replaced
-        self._calls: dict[int, _Call] = {}  # by ticket
+        self._down: set[int] = set()  # Replicas that are being replaced.
+        self._calls: dict[int, _Call] = {}  # Ticket -> call.
         self._listener: Listener | None = None
 
     @property
@@ -206,7 +206,7 @@ class ReplicaClient:
             replica = self._router.choose(command.request, loads)
             try:
                 self.clients[replica].send(command)
-            except EngineUnavailableError:  # it has just ended
+            except EngineUnavailableError:  # The replica has just ended.
                 del loads[replica]
                 continue
             for request_id in (command.request.request_id, *(request_id for request_id, _ in command.others)):
@@ -253,7 +253,7 @@ class ReplicaClient:
         del self._calls[call.command.ticket]
         if call.replies:
             self._tell(merge_replies(call.replies))
-        elif self._up():  # all that had the command have ended: those that are left get it
+        elif self._up():  # All that had the command have ended: those that are left get it.
             self._call(call.command)
 
     # Messages.
@@ -291,7 +291,8 @@ class ReplicaClient:
                 self._forget(output.request_id)
         earlier = tuple(self._total_with(replica, stats) for stats in step.earlier)
         stats = self._total_with(replica, step.stats)
-        self._stats[replica] = msgspec.structs.replace(step.stats, last_step_tokens=0)  # counted once
+        # The statistics are counted once.
+        self._stats[replica] = msgspec.structs.replace(step.stats, last_step_tokens=0)
         return StepOutputs(outputs=outputs, stats=stats, earlier=earlier)
 
     def _total_with(self, replica: int, stats: EngineStats) -> EngineStats:

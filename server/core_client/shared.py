@@ -59,11 +59,11 @@ class ClientRouter:
         self._count = count
         self._send = send
         self._broadcast = broadcast
-        self._clients: dict[str, int] = {}  # client of each unfinished sequence
-        self._uses = [QueueUse() for _ in range(count)]  # of those, by client
-        self._reported = [0.0] * count  # when a client last got statistics
-        self._told = [0.0] * count  # and what the others use
-        self._ready: Ready | None = None  # once it was sent
+        self._clients: dict[str, int] = {}  # Unfinished sequence -> its client.
+        self._uses = [QueueUse() for _ in range(count)]  # The use of those sequences, by client.
+        self._reported = [0.0] * count  # Times at which each client last got statistics.
+        self._told = [0.0] * count  # Times at which each client last got the use of the others.
+        self._ready: Ready | None = None  # The message, once it was sent.
 
     def note(self, client: int, command: ToEngine) -> ToEngine:
         """Record a client's command and return it with a ticket that is unique among all clients."""
@@ -113,7 +113,7 @@ class ClientRouter:
         outputs: list[list[EngineOutput]] = [[] for _ in range(self._count)]
         for output in step.outputs:
             client = self._clients.get(output.request_id)
-            if client is not None:  # else it was aborted
+            if client is not None:  # A request without a client was aborted.
                 outputs[client].append(output)
             if output.finish_reason is not None:
                 self._forget(output.request_id)

@@ -88,7 +88,7 @@ class ServedAdapters:
     def __init__(self, llm: AsyncLLM, entries: Sequence[str]) -> None:
         self._llm = llm
         self._lock = asyncio.Lock()
-        self._resolved: dict[str, None] = {}  # names, in the order in which they came
+        self._resolved: dict[str, None] = {}  # Names, in the order in which they came.
         self._failed: dict[str, _Failure] = {}
         self._modules = lora_modules(entries)
         if self._modules and not llm.config.lora.enable_lora:

@@ -41,7 +41,7 @@ Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
 async def read_body(request: Request, body_type: type[BodyT], config: ServerConfig) -> BodyT:
     """Read and parse the body. Raise HttpError (413, 415), RequestError or ClientDisconnectedError."""
     raw = await read_json(request, config)
-    if len(raw) > SMALL:  # in a thread, which lets the event loop run between the Python parts of the validation
+    if len(raw) > SMALL:  # In a thread, the event loop runs between the Python parts of the validation.
         return await asyncio.to_thread(parse_body, request, body_type, raw, config)
     return parse_body(request, body_type, raw, config)
 
@@ -143,7 +143,7 @@ def _chunks(raw: bytes) -> Iterator[bytes]:
         end = min(start + _CHUNK, len(raw))
         chunk = raw[start:end]
         backslashes = len(chunk) - len(chunk.rstrip(b"\\"))
-        if backslashes % 2 and end < len(raw):  # do not split an escape sequence
+        if backslashes % 2 and end < len(raw):  # An escape sequence must not be split.
             end += 1
             chunk = raw[start:end]
         start = end
@@ -186,7 +186,7 @@ def bounded(schema: Any, owner: str) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     kind = schema.get("type")
-    if not isinstance(kind, str):  # a mapping of names to schemas
+    if not isinstance(kind, str):  # This is a mapping of names to schemas.
         return {name: bounded(item, owner) for name, item in schema.items()}
     if kind == "model-fields" and schema.get("model_name") == owner:
         fields = {name: _within(field, bound_of(owner, name)) for name, field in schema["fields"].items()}
@@ -214,9 +214,9 @@ def _within(schema: Any, bound: Bound | None) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     kind = schema.get("type")
-    if not isinstance(kind, str):  # choices by their tags
+    if not isinstance(kind, str):  # These are choices by their tags.
         return {name: _within(item, bound) for name, item in schema.items()}
-    if kind in ("model", "definition-ref"):  # it has bounds of its own
+    if kind in ("model", "definition-ref"):  # It has bounds of its own.
         return schema
     copy = {key: _within(value, bound) if key in _WRAPPED else value for key, value in schema.items()}
     limits: dict[str, float | None] = {}
@@ -291,12 +291,12 @@ _INDEX: Final = re.compile(r"\[\d+\]")
 class Ignored:
     """A part of a request that is accepted without effect."""
 
-    path: str  # such as `input[2].phase`
+    path: str  # Path such as `input[2].phase`.
     # "unknown": an undeclared field. "hint": a field only a hosted service acts on. "tool", "item": a tool, or an item
     # of the conversation, of an unsupported type.
     kind: Literal["unknown", "hint", "tool", "item"]
-    reason: str = ""  # message of the 400 that a strict server returns
-    type: str = ""  # of a tool or item
+    reason: str = ""  # Message of the 400 that a strict server returns.
+    type: str = ""  # Type of a tool or item.
 
     @property
     def name(self) -> str:
@@ -394,7 +394,7 @@ def harmless_values(field: FieldInfo) -> list[Any]:
     values: list[Any] = []
     for value in (*_WITHOUT_EFFECT, field.default, *(field.examples or ())):
         if value is False and field.default is True:
-            continue  # it switches off what is on by default
+            continue  # It switches off what is on by default.
         if not any(type(value) is type(harmless) and value == harmless for harmless in values):
             values.append(value)
     return values

@@ -61,8 +61,8 @@ class HttpError(Exception):
 
     status: int
     message: str
-    param: str | None = None  # name of the invalid request field
-    code: str | None = None  # error code of the Messages API
+    param: str | None = None  # Name of the invalid request field.
+    code: str | None = None  # Error code of the Messages API.
 
     def as_dict(self) -> dict[str, Any]:
         """Return the response body in OpenAI's format."""

@@ -73,7 +73,7 @@ class NamedSchema(RequestBody):
     name: str | None = None
     description: str | None = None
     json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = None  # no effect: output always conforms to its schema
+    strict: bool | None = None  # It has no effect: output always conforms to its schema.
 
 
 class JsonSchemaFormat(RequestBody):
@@ -163,7 +163,7 @@ class StructuredFields(RequestBody):
         given = self._given()
         if len(given) > 1:
             for name in given:
-                self._constraint(name)  # an invalid one is reported first
+                self._constraint(name)  # An invalid constraint is reported first.
             first, second = given[:2]
             raise RequestError(second, f"{second} and {first} both constrain the output; leave one of them out")
         constraint = self._constraint(given[0]) if given else None
@@ -339,7 +339,7 @@ class RepetitionDetection(RequestBody):
 class SamplingFields(StructuredFields, ClientHints):
     """Fields of chat and text completions. null: the model's default, else SamplingParams'."""
 
-    searches_beams: ClassVar[bool] = False  # whether use_beam_search is supported
+    searches_beams: ClassVar[bool] = False  # Whether use_beam_search is supported.
 
     model: str | None = None
     n: Int64 | None = 1

@@ -91,7 +91,7 @@ async def _exchange(
     try:
         await asyncio.wait({upload, download}, return_when=asyncio.FIRST_COMPLETED)
         if not download.done() and not upload.cancelled() and upload.exception() is None:
-            return  # the client has disconnected
+            return  # The client has disconnected.
         await download
     finally:
         for task in (upload, download):

@@ -140,10 +140,10 @@ class PromptBatch:
         self._user = user
         self._stem = f"{request_id}-{secrets.token_hex(4)}"
         self._origin = RequestOrigin(OWNER.get().hex()[:_OWNER_DIGITS], self._stem)
-        self._unfinished: list[str] = []  # ids in the engine
+        self._unfinished: list[str] = []  # Ids of the unfinished requests in the engine.
         began = asyncio.get_running_loop().time() if began is None else began
         seconds = state.config.request_timeout
-        self._deadline = began + seconds if seconds else None  # None: unlimited
+        self._deadline = began + seconds if seconds else None  # None: the time is unlimited.
         logs = self._llm.config.observability.enable_log_requests
         self._log = RequestLog(state.config, params, enabled=logs) if logs else None
 
@@ -164,7 +164,7 @@ class PromptBatch:
             reason = "abort"
             raise
         except (RequestError, QueueFullError):
-            reason = None  # refused: it never ran
+            reason = None  # The request was refused: it never ran.
             raise
         finally:
             self._state.running -= 1
@@ -280,7 +280,8 @@ class Generation(PromptBatch):
         if self._log is not None:
             for engine_id, prompt in zip(self._ids, self._prompts):
                 self._log.log_prompt(engine_id, prompt, self._user)
-        self._llm.check_load(Load(self._sequences), self._origin.owner)  # of all prompts, before the first one runs
+        # The load is that of all prompts, before the first one runs.
+        self._llm.check_load(Load(self._sequences), self._origin.owner)
         streams = []
         for engine_id, prompt in zip(self._ids, self._prompts):
             # Let other tasks run between thousands of prompts. Also, requests that arrived together are all read before

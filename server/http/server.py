@@ -128,8 +128,8 @@ class HttpServer(uvicorn.Server):
         self._lifespan = lifespan
         self._connections = Connections()
         self._acceptors: list[Acceptor] = []
-        self.private: socket.socket | None = None  # without TLS, whatever the others have
-        self.num_cut = 0  # requests whose response was not complete when the server stopped
+        self.private: socket.socket | None = None  # It has no TLS, whatever the others have.
+        self.num_cut = 0  # Number of requests whose response was not complete when the server stopped.
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -170,7 +170,7 @@ class HttpServer(uvicorn.Server):
             self._connections,
             config=self.config,
             server_state=self.server_state,
-            app_state={},  # each request copies it
+            app_state={},  # Each request copies it.
         )
         self._acceptors = [
             Acceptor(
@@ -292,14 +292,14 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext:
     assert certificate is not None, "checked by ServerConfig"
     assert key is not None, "checked by ServerConfig"
 
-    def refuse_password() -> NoReturn:  # without it OpenSSL asks for one on the terminal
+    def refuse_password() -> NoReturn:  # Without it OpenSSL asks for a password on the terminal.
         raise ConfigError("--ssl-keyfile", f"{key} is encrypted; remove its pass phrase: openssl pkey -in KEY -out NEW")
 
     for flag, path in (("--ssl-keyfile", key), ("--ssl-certfile", certificate)):
         _check_readable(flag, path)
     try:
         context.load_cert_chain(certificate, key, password=refuse_password)
-    except OSError as error:  # includes ssl.SSLError
+    except OSError as error:  # This includes ssl.SSLError.
         raise ConfigError("--ssl-certfile", f"{certificate} and {key}: {_os_message(error)}") from None
     if config.ssl_ca_certs is not None:
         _check_readable("--ssl-ca-certs", config.ssl_ca_certs)

@@ -63,7 +63,7 @@ class StopSignal:
     def __init__(self) -> None:
         self._is_set = False
         self._callbacks: set[Callable[[], None]] = set()
-        self.num_called = 0  # callbacks: what the signal ended
+        self.num_called = 0  # Number of callbacks that were called: what the signal ended.
 
     def set(self) -> None:
         self._is_set = True
@@ -101,10 +101,10 @@ class ServerState:
         self.conversations = ConversationStore(config.max_stored_responses, config.max_stored_response_bytes)
         self.draining = False
         self.stopping = StopSignal()
-        self.running = 0  # HTTP requests in the engine
+        self.running = 0  # Number of HTTP requests in the engine.
         self._llm = llm
         self.adapters = ServedAdapters(llm, config.lora_modules)
-        self.peers: ApiPeers | None = None  # with several API server processes
+        self.peers: ApiPeers | None = None  # It exists with several API server processes.
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
 from pagoda.server.parsers.parser import ReasoningFormat, ToolFormat
 
-if TYPE_CHECKING:  # the help of `serve` lists the formats, and tokenizers take time to import
+if TYPE_CHECKING:  # The help of `serve` lists the formats, and tokenizers take time to import.
     from pagoda.common.text.tokenizer import Tokenizer
 
 TOOL_FORMATS: Final[dict[str, tuple[str, str]]] = {
@@ -140,11 +140,11 @@ def check_formats(engine: EngineConfig, server: ServerConfig) -> None:
 class _FormatKind:
     flag: str
     plugin_flag: str
-    package: str  # of the built-in formats
+    package: str  # Package of the built-in formats.
     builtin: dict[str, tuple[str, str]]
-    table: str  # name of a plugin's dict
-    group: str  # entry point group
-    attributes: tuple[str, ...]  # required of plugin formats
+    table: str  # Name of a plugin's dict.
+    group: str  # Name of the entry point group.
+    attributes: tuple[str, ...]  # Attributes that plugin formats must have.
 
 
 _TOOL: Final = _FormatKind(

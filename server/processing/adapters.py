@@ -18,7 +18,7 @@ class ServedAdapter:
     """An adapter that is served as a model of its own name."""
 
     adapter: Adapter
-    parent: str  # name of the base model
+    parent: str  # Name of the base model.
 
 
 class AdapterRegistry:

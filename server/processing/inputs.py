@@ -77,8 +77,8 @@ class TextOptions:
     """How text becomes tokens."""
 
     add_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None  # tokens to keep; -1: as many as the model takes, None: all
-    truncation_side: Side | None = None  # side that is cut off; None: right
+    truncate_prompt_tokens: int | None = None  # Number of tokens to keep; -1: as many as the model takes, None: all.
+    truncation_side: Side | None = None  # The side that is cut off; None: right.
 
     @classmethod
     def of(cls, values: Mapping[str, Any] | None) -> TextOptions:
@@ -123,8 +123,8 @@ class TextOptions:
 class RequestOrigin:
     """The caller's request that a prompt is of."""
 
-    owner: str = ""  # a digest of the API key that sent it; "": the server has no keys
-    group: str = ""  # the same for all its prompts; "": it has one
+    owner: str = ""  # A digest of the API key that sent it; "": the server has no keys.
+    group: str = ""  # Id that all its prompts share; "": it has one prompt.
     prompts: int = 1
 
 
@@ -138,7 +138,7 @@ PLAIN: Final = TextOptions()
 class EncoderPrompt:
     """What the encoder of an encoder-decoder model reads."""
 
-    text: str | None  # None if the caller gave token ids only
+    text: str | None  # None if the caller gave token ids only.
     token_ids: list[int]
 
 
@@ -146,13 +146,13 @@ class EncoderPrompt:
 class Prompt:
     """A tokenised prompt; with `encoder`, what the decoder starts from."""
 
-    text: str | None  # None if the caller gave token ids only, and for pooling
-    token_ids: list[int]  # zeros if `embeds` stand in place of tokens
+    text: str | None  # None if the caller gave token ids only, and for pooling.
+    token_ids: list[int]  # Zeros if `embeds` stand in place of tokens.
     cache_salt: str | None = None
     embeds: PromptEmbeds | None = None
-    second_text: int | None = None  # in a pair for pooling, first token of the second text (token type 1)
-    encoder: EncoderPrompt | None = None  # of an encoder-decoder model
-    literal: tuple[Span, ...] = ()  # where special tokens in `text` are ordinary text
+    second_text: int | None = None  # First token of the second text (token type 1) of a pair for pooling.
+    encoder: EncoderPrompt | None = None  # The prompt of an encoder-decoder model's encoder.
+    literal: tuple[Span, ...] = ()  # Spans of `text` in which special tokens are ordinary text.
 
     @property
     def known_ids(self) -> list[int]:
@@ -171,7 +171,7 @@ class PairTemplate:
     """A jinja template for pairs, which are messages of roles `query` and `document`."""
 
     source: str
-    keywords: Mapping[str, Any]  # further template variables
+    keywords: Mapping[str, Any]  # Further template variables.
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +182,10 @@ class PreparedRequest:
     prompt: Prompt
     params: SamplingParams | PoolingParams
     children: list[EngineRequest]
-    arrival_time: float  # Unix seconds
-    arrival: float  # monotonic seconds
-    lora_request: AdapterRequest | None = None  # as the caller of the Python API gave it, for outputs
-    trace_parent: Any = None  # an opentelemetry Context, with --otlp-traces-endpoint
+    arrival_time: float  # Unix seconds.
+    arrival: float  # Monotonic seconds.
+    lora_request: AdapterRequest | None = None  # As the caller of the Python API gave it, for outputs.
+    trace_parent: Any = None  # An opentelemetry Context, with --otlp-traces-endpoint.
 
     @property
     def load(self) -> Load:
@@ -239,13 +239,13 @@ class InputProcessor:
         self._max_cost = max_cost
         self._constraints = OutputConstraints(structured, tokenizer, info.answers.reasoning)
         self._tokenizer = tokenizer
-        self._max_output: int | None = info.sampling_defaults.get("max_tokens")  # cap of the generation config
+        self._max_output: int | None = info.sampling_defaults.get("max_tokens")  # The maximum of the generation config.
         self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, info.vocab_size)
         self._read_arguments = read_arguments(config)
         self._named_unread = False
         self._param_checks = param_checks(config)
-        self._seeds = random.Random(config.seed)  # requests without a seed differ, runs repeat
-        self._reserved = 1 if info.pooling is None else 0  # positions of the context that the output needs
+        self._seeds = random.Random(config.seed)  # Requests without a seed differ, and runs repeat.
+        self._reserved = 1 if info.pooling is None else 0  # Positions of the context that the output needs.
         main = tokenizer.eos_token_id if tokenizer is not None else None
         if main is None and info.eos_token_ids:
             main = info.eos_token_ids[0]
@@ -415,7 +415,7 @@ class InputProcessor:
     def _encoded(self, text: str, options: TextOptions, keep: int | None) -> Prompt:
         special = options.add_special_tokens
         side = options.truncation_side
-        if self._info.pooling is not None:  # special tokens survive truncation
+        if self._info.pooling is not None:  # Special tokens survive truncation.
             return Prompt(None, encode(self.tokenizer, text, special=special, keep=keep, side=side))
         return Prompt(text, _encode_cut(self.tokenizer, text, special, keep, side))
 
@@ -434,7 +434,7 @@ class InputProcessor:
     def _check_count(self, count: int) -> None:
         limit = self._info.limits.max_model_len
         longest = self._info.limits.max_model_len - self._reserved
-        if count > longest:  # clients recognise the first words and shorten the conversation
+        if count > longest:  # Clients recognise the first words and shorten the conversation.
             output = ", and the answer needs at least 1" if self._reserved else ""
             raise RequestError(
                 "prompt",
@@ -555,7 +555,7 @@ def _token_prompt(
     field: str, ids: object, options: TextOptions, keep: int | None, check: Callable[[int], None]
 ) -> Prompt:
     if keep is None and isinstance(ids, list):
-        check(len(ids))  # before millions of them are checked
+        check(len(ids))  # This precedes the check of what may be millions of ids.
     token_ids = checked_token_ids(field, ids)
     return Prompt(None, token_ids if keep is None else cut(token_ids, keep, options.truncation_side))
 

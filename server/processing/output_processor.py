@@ -103,9 +103,9 @@ class OutputProcessor:
         self._interval = stream_interval
         self._events = events
         self._requests: dict[str, RunningRequest] = {}
-        self._sequences: dict[str, SequenceState] = {}  # by engine request id
-        self._pooling: dict[str, PreparedRequest] = {}  # pooling requests, which have one output and no state
-        self._pooled_again: set[str] = set()  # ids of those that an earlier engine did not finish
+        self._sequences: dict[str, SequenceState] = {}  # Engine request id -> sequence.
+        self._pooling: dict[str, PreparedRequest] = {}  # Pooling requests, which have one output and no state.
+        self._pooled_again: set[str] = set()  # Ids of those that an earlier engine did not finish.
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests or request_id in self._pooling
@@ -286,7 +286,7 @@ class OutputProcessor:
         sequence.metrics.replica = output.replica
         request = sequence.request
         if request.num_cached_tokens is not None:
-            return  # another sequence was first
+            return  # Another sequence was first.
         request.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             pending = PendingLogprobs(
@@ -330,7 +330,7 @@ def _pooling_output(prepared: PreparedRequest, output: EngineOutput, pooled: Poo
 
 def _generation_trace(request: RunningRequest, reason: str) -> RequestTrace:
     """Return the trace of a request whose last sequence ended for this reason."""
-    from pagoda.common.observe.tracing import RequestTrace  # needs the extra otlp
+    from pagoda.common.observe.tracing import RequestTrace  # The import needs the extra otlp.
 
     prepared = request.prepared
     metrics = request.metrics
@@ -356,7 +356,7 @@ def _generation_trace(request: RunningRequest, reason: str) -> RequestTrace:
 
 
 def _pooling_trace(prepared: PreparedRequest, output: EngineOutput, now: float) -> RequestTrace:
-    from pagoda.common.observe.tracing import RequestTrace  # needs the extra otlp
+    from pagoda.common.observe.tracing import RequestTrace  # The import needs the extra otlp.
 
     return RequestTrace(
         request_id=prepared.request_id,
@@ -400,7 +400,7 @@ def _count_tokens(sequence: SequenceState, new_tokens: int, now: float, events: 
     if events is not None:
         tokens = events.tokens[metrics.replica]
         tokens.count += new_tokens
-        if new_tokens > 1:  # of merged steps
+        if new_tokens > 1:  # These are tokens of merged steps.
             tokens.waits[0.0] += new_tokens - 1
         first = FirstToken(
             replica=metrics.replica,
@@ -493,7 +493,7 @@ class RunningRequest:
     ) -> None:
         self.prepared = prepared
         self.kind = kind
-        self.is_again = False  # an earlier engine did not finish it
+        self.is_again = False  # An earlier engine did not finish it.
         self.num_cached_tokens: int | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         self.sequences = [SequenceState(self, params, index, tokenizer) for index in range(len(prepared.children))]
@@ -579,7 +579,7 @@ class SequenceState:
         self.min_tokens = params.min_tokens
         self.detokenizer: Detokenizer | None = None
         self.tokenizer = tokenizer if params.detokenize else None
-        self.pieces: TokenPieces | None = None  # of the tokens whose log-probabilities are reported
+        self.pieces: TokenPieces | None = None  # Pieces of the tokens whose log-probabilities are reported.
         if tokenizer is not None and params.detokenize:
             if params.reports_logprobs:
                 self.pieces = TokenPieces(tokenizer, request.prepared.prompt.known_ids)
@@ -599,7 +599,7 @@ class SequenceState:
         self.token_ids: list[int] = []
         self.new_token_ids: list[int] = []
         self.new_text = ""
-        self.waits = False  # new tokens are kept back for an output with more of them
+        self.waits = False  # New tokens are kept back for an output with more of them.
         self.logprobs: SampleLogprobs | None = [] if params.reports_logprobs else None
         self.cumulative_logprob = 0.0 if params.reports_logprobs else None
         self.finish_reason: str | None = None
@@ -615,7 +615,7 @@ class SequenceState:
             ended = self._take(single)
             if self.finish_reason is not None:
                 break
-            self.waits = True  # keep what this token added for the next
+            self.waits = True  # What this token added is kept for the next output.
         self.waits = waited
         return ended
 
@@ -651,7 +651,7 @@ class SequenceState:
         if self.eager or finished:
             shown = new_token_ids if self.eager else self.token_ids
             if self.finish_reason == "stop" and not self.keeps_stop:
-                shown = shown[:-1]  # the stop token is not part of the text
+                shown = shown[:-1]  # The stop token is not part of the text.
             self.new_text += detokenizer.append(shown, finished)
         stop = detokenizer.stop_hit
         if stop is None:
@@ -726,7 +726,7 @@ class RequestStream(Generic[OutputT]):
         self._logprobs: PendingLogprobs | None = None
         self._converted: PromptLogprobs | None = None
         self._error: Exception | None = None
-        self._reader: asyncio.Future[None] | None = None  # waits for the next output
+        self._reader: asyncio.Future[None] | None = None  # It waits for the next output.
 
     def put(self, output: OutputT) -> None:
         """Add an output."""

@@ -27,8 +27,8 @@ class ScoreOptions:
     """How pairs become prompts."""
 
     text: TextOptions = TextOptions()
-    max_query_tokens: int = 0  # tokens kept of each query; 0: all
-    max_document_tokens: int = 0  # tokens kept of each document; 0: all
+    max_query_tokens: int = 0  # Number of tokens kept of each query; 0: all.
+    max_document_tokens: int = 0  # Number of tokens kept of each document; 0: all.
     template: PairTemplate | None = None
 
 

@@ -34,8 +34,8 @@ class ResolvedDrafter:
     """A drafter before its weights are loaded."""
 
     family: DrafterFamily
-    num_tokens: int  # drafts per sequence and step, at most
-    quantization: QuantizationConfig | None  # of its checkpoint; None: its weights are dense
+    num_tokens: int  # Maximum number of drafts per sequence and step.
+    quantization: QuantizationConfig | None  # Quantisation of its checkpoint; None: its weights are dense.
 
     @property
     def spec(self) -> DrafterSpec:

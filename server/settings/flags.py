@@ -161,7 +161,8 @@ def _as_mappings(keywords: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(level, int):
         settings["compilation_config"] = {"mode": int(level)}
     if callable(change := settings.get("hf_overrides")):
-        from pagoda.server.settings.hf_overrides import overrides_of  # reads the model, and needs this module
+        # The module reads the model, and needs this module.
+        from pagoda.server.settings.hf_overrides import overrides_of
 
         del settings["hf_overrides"]
         settings["hf_overrides"] = overrides_of(change, EngineArgs(**settings).create_engine_config())
@@ -250,7 +251,7 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs, "add_help": False})
         self.settings: dict[str, Setting] = {}
-        self.values: Mapping[str, tuple[str, ...]] = {}  # of settings without choices, for the help
+        self.values: Mapping[str, tuple[str, ...]] = {}  # Values of settings without choices, for the help.
         self.add_argument(
             *("-h", "--help"),
             action=_Help,
@@ -322,7 +323,7 @@ class FlagParser(argparse.ArgumentParser):
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Drop argparse's abbreviation matches that allow_abbrev does not disable."""
         guesses: list[Any] = super()._get_option_tuples(option_string)
-        return [guess for guess in guesses if option_string.startswith(guess[1])]  # -n4 is -n 4
+        return [guess for guess in guesses if option_string.startswith(guess[1])]  # The word -n4 is -n 4.
 
     def _flag(self, action: argparse.Action) -> Flag:
         metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
@@ -437,7 +438,7 @@ def _add(parser: argparse._ActionsContainer, setting: Setting) -> None:
         "help": describe(setting).replace("%", "%%"),
     }
     if setting.is_switch and setting.name.startswith("no_"):
-        keywords["action"] = "store_true"  # BooleanOptionalAction would take --no-x for the negation of --x
+        keywords["action"] = "store_true"  # BooleanOptionalAction would take --no-x for the negation of --x.
     elif setting.is_switch:
         keywords["action"] = argparse.BooleanOptionalAction
     else:

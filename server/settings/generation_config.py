@@ -22,8 +22,8 @@ _EOS: Final = "eos_token_id"
 class GenerationDefaults:
     """Default sampling parameters and end-of-sequence ids."""
 
-    sampling: Mapping[str, Any]  # fields of SamplingParams
-    eos_token_ids: tuple[int, ...]  # the main id first
+    sampling: Mapping[str, Any]  # Fields of SamplingParams.
+    eos_token_ids: tuple[int, ...]  # Ids of the tokens, the main one first.
 
 
 def read_generation(model: ModelConfig, checkpoint: Checkpoint, hf_config: Mapping[str, Any]) -> GenerationDefaults:

@@ -27,12 +27,12 @@ _MAX_METAVAR: Final = 40
 class Flag:
     """A flag, or a positional argument."""
 
-    spellings: tuple[str, ...]  # empty: positional
+    spellings: tuple[str, ...]  # The spellings; empty: the argument is positional.
     metavar: str
-    optional: bool  # the value may be omitted
+    optional: bool  # The value may be omitted.
     text: str
     setting: Setting | None
-    values: tuple[str, ...] = ()  # that the command knows, of a setting without choices
+    values: tuple[str, ...] = ()  # Values that the command knows, of a setting without choices.
 
     @property
     def names(self) -> frozenset[str]:

@@ -105,7 +105,7 @@ def sampler_options(config: EngineConfig, vllm_config: object = None, backend: s
         if _is_batched(make):
             of_batch.append((name, partial(make, vllm_config, *_device(backend))))
             if backend != "jax_tpu":
-                _constructed(name, of_batch[-1][1])  # an error at start instead of in the first step
+                _constructed(name, of_batch[-1][1])  # This raises at start instead of in the first step.
             continue
         processor = _constructed(name, partial(make, config))
         if not callable(getattr(processor, "apply", None)):
@@ -149,7 +149,7 @@ def _constructed(name: str, make: Callable[[], Any]) -> Any:
 def _device(backend: str) -> tuple[Any, bool]:
     """Return the torch device of a backend's logits, and whether host memory is pinned for it."""
     if backend == "jax_tpu":
-        return None, False  # its `create` refuses processors
+        return None, False  # Its `create` refuses processors.
     torch = importlib.import_module("torch")
     on_gpu = backend == "torch_cuda" and bool(torch.cuda.is_available())
     return torch.device("cuda" if on_gpu else "cpu"), on_gpu

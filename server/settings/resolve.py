@@ -96,23 +96,23 @@ class Resolved:
     """Everything about an engine that is known before its weights are loaded."""
 
     config: EngineConfig
-    sources: Mapping[str, str]  # setting -> source, for settings that are set
+    sources: Mapping[str, str]  # Setting -> source, for settings that are set.
     checkpoint: Checkpoint
-    hf_config: Mapping[str, Any]  # with overrides, without the quantisation
-    quantization: QuantizationConfig | None  # of the checkpoint; None: its weights are dense
+    hf_config: Mapping[str, Any]  # The config.json with overrides, without the quantisation.
+    quantization: QuantizationConfig | None  # Quantisation of the checkpoint; None: its weights are dense.
     spec: AnySpec
-    family: Family | None  # None: transformers computes the model
+    family: Family | None  # None: transformers computes the model.
     backend: str
     dtype: str
     limits: Limits
     layout: KvLayout
     generation: GenerationDefaults
-    runner: PoolingRunner | None  # None: a generative model
+    runner: PoolingRunner | None  # None: the model generates.
     pooling: PoolingInfo | None
     parallel_sizes: ParallelSizes
     derived: tuple[ResolvedRow, ...]
-    drafter: ResolvedDrafter | None = None  # a model on the device that guesses drafts
-    platform: Platform = Platform("cpu")  # the devices that limits were resolved for
+    drafter: ResolvedDrafter | None = None  # The model on the device that guesses drafts.
+    platform: Platform = Platform("cpu")  # The devices that limits were resolved for.
 
     @property
     def cache(self) -> CacheConfig:

@@ -35,8 +35,8 @@ class PoolingRunner:
 
     use: PoolUse
     reason: str
-    modules: SentenceModules | None  # sentence-transformers modules in the model's directory
-    overrides: PoolerConfig  # --pooler-config
+    modules: SentenceModules | None  # The sentence-transformers modules in the model's directory.
+    overrides: PoolerConfig  # Value of --pooler-config.
 
 
 def resolve_runner(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """Open the tokenizer of --tokenizer or of the model; None with skip_tokenizer_init. Raises ModelError."""
-    from pagoda.common.text.tokenizer import load_tokenizer  # slow to import
+    from pagoda.common.text.tokenizer import load_tokenizer  # The import is slow.
 
     model = config.model
     load = config.load

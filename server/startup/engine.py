@@ -107,10 +107,10 @@ class BuiltEngine:
     core: EngineCore
     backend: Backend | PoolingBackend
     info: EngineInfo
-    hosts: LeadingBackend | FollowingBackend | None = None  # the backend again, if other hosts or ranks take part
-    sleeper: Sleeper | None = None  # with --enable-sleep-mode
-    structured: Structured | None = None  # compiles grammars; None without a tokenizer
-    memory: MemoryPlan | None = None  # of a generating model: one copy of it
+    hosts: LeadingBackend | FollowingBackend | None = None  # The backend again, if other hosts or ranks take part.
+    sleeper: Sleeper | None = None  # It exists with --enable-sleep-mode.
+    structured: Structured | None = None  # Compiles grammars; None without a tokenizer.
+    memory: MemoryPlan | None = None  # The plan of one copy of a generating model.
 
 
 class WorkerGroup(Protocol):
@@ -213,7 +213,7 @@ def _load(
     checkpoint = resolved.checkpoint
     weightless = not has_weights(resolved.backend)
     fetched = weightless or is_local(config.model.model)
-    if not fetched:  # downloaded only now that the model is known to be supported
+    if not fetched:  # The model is downloaded only now that it is known to be supported.
         with phases("fetch weights"):
             checkpoint = open_model(config, weights=True)
     stored = iter(()) if weightless else read_weights(config, checkpoint, resolved)
@@ -381,7 +381,7 @@ def check_assembly(resolved: Resolved, module: BackendModule) -> Assembly:
     if config.cache.num_gpu_blocks_override is not None:
         stated = stated_blocks(resolved.layout, resolved.limits, config.cache.num_gpu_blocks_override)
         _fit(config, resolved.limits, resolved.layout, stated)
-    if config.parallel.nnodes == 1:  # else the devices are known once the hosts have met
+    if config.parallel.nnodes == 1:  # With several hosts the devices are known once the hosts have met.
         num_blocks = module.check(assembly.options)
         if num_blocks is not None:
             _fit(config, resolved.limits, resolved.layout, num_blocks)

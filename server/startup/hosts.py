@@ -41,7 +41,7 @@ class Hosts:
     """Implements WorkerGroup with the other hosts."""
 
     rank: int
-    peers: tuple[Peer, ...]  # on host 0 all others, on the others host 0
+    peers: tuple[Peer, ...]  # On host 0 all others, on the others host 0.
     runtime: HostRuntime
 
     def arrive(self, checkpoint: Checkpoint) -> None:

@@ -40,8 +40,8 @@ from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.settings.drafter import ResolvedDrafter, open_drafter
 from pagoda.server.settings.resolve import Resolved
 
-_SCALE = 0.02  # standard deviation of most published initialisations
-_POOL = 1 << 22  # distinct random numbers per dtype; larger parameters repeat them at a shifted start
+_SCALE = 0.02  # Standard deviation of most published initialisations.
+_POOL = 1 << 22  # Distinct random numbers per dtype; larger parameters repeat them at a shifted start.
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -98,10 +98,10 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
     Of a model that transformers computes: every tensor of the checkpoint, under its own name.
     """
     if isinstance(checkpoint, ShardedCheckpoint):
-        return iter(())  # the backend reads its arrays itself
+        return iter(())  # The backend reads its arrays itself.
     modules = resolved.runner.modules if resolved.runner is not None else None
     if isinstance(resolved.spec, TransformersSpec) or resolved.family is None:
-        stored = _stored(config, checkpoint)  # transformers renames them
+        stored = _stored(config, checkpoint)  # The code of transformers renames them.
         return stored if modules is None else chain(stored, module_tensors(modules))
     shapes = params(resolved.spec)
     if config.load.load_format == "dummy":

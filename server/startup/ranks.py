@@ -31,7 +31,7 @@ from pagoda.server.startup.ray_executor import RayExecutor
 
 T = TypeVar("T")
 
-_FOLLOWER_LOG_LEVELS: Final = {"DEBUG": "DEBUG", "INFO": "WARNING"}  # by rank 0's level
+_FOLLOWER_LOG_LEVELS: Final = {"DEBUG": "DEBUG", "INFO": "WARNING"}  # Log level of rank 0 -> that of the others.
 
 
 class LeadingRanks:

@@ -75,7 +75,7 @@ class VllmToolFormat:
 
     def _construct(self, request: ParserRequest) -> ToolParser:
         tools = request.tools or []
-        takes_tools = _num_positional(self.make) > 1  # older parsers take the tokenizer alone
+        takes_tools = _num_positional(self.make) > 1  # Older parsers take the tokenizer alone.
         tokenizer = _required(self.tokenizer)
         arguments = (tokenizer, tools) if takes_tools else (tokenizer,)
         return _call(self._plugin, partial(self.make, *arguments))
@@ -236,9 +236,9 @@ class _StreamedCalls:
         self._request = request
         self._encode = encode
         self._history = _TokenHistory()
-        self._ids: dict[int, str] = {}  # of calls whose name has not come yet
+        self._ids: dict[int, str] = {}  # Ids of calls whose name has not come yet.
         self._named: set[int] = set()
-        self._last_call: int | None = None  # in the last delta
+        self._last_call: int | None = None  # The last call of the last delta.
 
     def feed(self, text: str) -> list[Event]:
         return self.feed_tokens(text, None)
@@ -289,7 +289,7 @@ class _StreamedReasoning:
 
     def feed_tokens(self, text: str, token_ids: Sequence[int] | None) -> list[Event]:
         if self._ended:
-            return [Content(text)]  # even without text: the next stage reads the token ids
+            return [Content(text)]  # Even without text the next stage reads the token ids.
         ids = self._encode(text) if token_ids is None else list(token_ids)
         delta = _call(self._plugin, partial(self._made.extract_reasoning_streaming, *self._history.extended(text, ids)))
         ended = partial(self._made.is_reasoning_end_streaming, self._history.ids, ids)

@@ -39,7 +39,8 @@ class HfTokenizer:
         """`name`: of the model; `max_length`: tokens that the model takes."""
         self._tokenizer = tokenizer
         self.name_or_path = name
-        self.model_max_length = int(1e30) if max_length is None else max_length  # Hugging Face's "no limit"
+        # Hugging Face's "no limit" is this number.
+        self.model_max_length = int(1e30) if max_length is None else max_length
         self.padding_side: Literal["left", "right"] = "right"
         self.truncation_side: Literal["left", "right"] = "right"
 

@@ -219,7 +219,7 @@ def _gte(config: HfConfig) -> ModelSpec:
 
 def _jina(config: HfConfig) -> ModelSpec:
     config.ignore("classifier_dropout", "tie_word_embeddings")
-    config.alias("rope_theta", "rotary_emb_base")  # keys of the first files, here and below
+    config.alias("rope_theta", "rotary_emb_base")  # Here and below, the second key is that of the first files.
     config.expect("position_embedding_type", "rotary")
     config.expect("use_reg_tokens", False)
     config.ignore("load_trained_adapters", "task_instructions", "truncate_dim", "emb_pooler", *_JINA_LORA)
@@ -398,7 +398,7 @@ NOMIC = _rotary_family(
         Rename(f"{_NOMIC_MLP}.experts.bias", f"{_NOMIC_MOE}.shared.down_bias"),
         Zeros(f"{_NOMIC_MOE}.shared.up"),
         Zeros(f"{_NOMIC_MOE}.shared.down"),
-        Zeros(f"{_NOMIC_MOE}.shared.down_bias"),  # left out of GGUF files
+        Zeros(f"{_NOMIC_MOE}.shared.down_bias"),  # GGUF files leave this tensor out.
     ),
     "nomic_bert",
 )
@@ -480,7 +480,7 @@ def _modernbert(config: HfConfig) -> ModelSpec:
     every = config.opt_size("global_attn_every_n_layers", 3)
     pattern = ["sliding_attention" if layer % every else "full_attention" for layer in range(layers)]
     mixers = _modernbert_mixers(config, config.layer_types(layers, pattern))
-    first = Norms(before_ffn=norm)  # the embedding has a norm
+    first = Norms(before_ffn=norm)  # The first layer has no norm before its mixer, as the embedding has one.
     others = Norms(before_mixer=norm, before_ffn=norm)
     return ModelSpec(
         vocab=config.size("vocab_size"),
@@ -517,7 +517,7 @@ def _modernbert_mixers(config: HfConfig, kinds: tuple[str, ...]) -> list[Attenti
         out_bias=bias,
         causal=False,
     )
-    reach = config.opt_size("local_attention", 128) // 2  # tokens on each side
+    reach = config.opt_size("local_attention", 128) // 2  # Number of tokens on each side.
     local = replace(full, rope=ropes["sliding_attention"], window=reach + 1)
     return [local if kind == "sliding_attention" else full for kind in kinds]
 

@@ -147,7 +147,7 @@ def _phimoe(config: HfConfig) -> ModelSpec:
     layers = config.size("num_hidden_layers")
     bias = config.opt("attention_bias", bool, False)
     config.expect("num_experts_per_tok", 2)
-    config.ignore("input_jitter_noise")  # training
+    config.ignore("input_jitter_noise")  # Only training reads this key.
     attention = rotary_attention(config, config.size("hidden_size"))
     attention = replace(attention, qkv_bias=bias, out_bias=bias, window=config.window(None))
     mixer = SparseMixer(2, config.opt("router_jitter_noise", float, 0.01))
@@ -201,8 +201,8 @@ def _dbrx_attention(config: HfConfig) -> Attention:
 def _dbrx_moe(config: HfConfig) -> Moe:
     section = config.section("ffn_config") or HfConfig({})
     section.expect("hidden_size", config.size("hidden_size"))
-    section.ignore("moe_jitter_eps", "moe_loss_weight")  # training
-    section.expect("moe_normalize_expert_weights", 1)  # by the sum
+    section.ignore("moe_jitter_eps", "moe_loss_weight")  # Only training reads these keys.
+    section.expect("moe_normalize_expert_weights", 1)  # The weights are divided by their sum.
     renormalise = section.nullable("moe_normalize_expert_weights", float, 1.0) is not None
     activation = section.section("ffn_act_fn") or HfConfig({})
     expert = Mlp(section.opt_size("ffn_hidden_size", 3584), activation.activation("name", "silu"), gated=True)
@@ -349,7 +349,7 @@ def _granite_windowed(build: Callable[[HfConfig], ModelSpec], config: HfConfig) 
     def mixer(attention: Attention, kind: str, theta: float | None) -> Attention:
         rope = attention.rope
         if theta is not None and rope is not None:
-            rope = replace(rope, theta=float(theta)) if theta else None  # 0: no positions
+            rope = replace(rope, theta=float(theta)) if theta else None  # A base of 0 means no positions.
         return replace(attention, rope=rope, sinks=True, window=window if kind == "sliding_attention" else None)
 
     stack = (
@@ -381,10 +381,11 @@ GRANITE_MOE_SWA = replace(
 def _ernie_moe(config: HfConfig) -> ModelSpec:
     layers = config.size("num_hidden_layers")
     bias = config.opt("use_bias", bool, False)
-    config.expect("moe_norm_min", 1e-12)  # no sum of softmax scores is less
+    config.expect("moe_norm_min", 1e-12)  # No sum of softmax scores is less.
     config.expect("moe_gate", "topk")
     config.expect("moe_use_aux_free", True)
-    config.ignore("moe_capacity", "num_nextn_predict_layers")  # training; layers that only propose drafts
+    # The first key is of training, and the layers of the second only propose drafts.
+    config.ignore("moe_capacity", "num_nextn_predict_layers")
     attention = rotary_attention(config, config.size("hidden_size"), theta=500_000.0, interleaved=True)
     attention = replace(attention, qkv_bias=bias, out_bias=bias)
     first = config.opt("moe_layer_start_index", int, 1)
@@ -412,7 +413,7 @@ def _ernie_mixture(config: HfConfig) -> Moe:
     )
 
 
-_ERNIE_CORRECTION = "[model.]layers.{l}.mlp.moe_statics.e_score_correction_bias"  # [1, E]
+_ERNIE_CORRECTION = "[model.]layers.{l}.mlp.moe_statics.e_score_correction_bias"  # The tensor has shape [1, E].
 
 ERNIE_MOE = Family(
     _ernie_moe,
@@ -525,12 +526,12 @@ def _cohere2_moe(config: HfConfig) -> ModelSpec:
 def _cohere2_mixture(config: HfConfig) -> Moe:
     config.expect("expert_selection_fn", "softmax", "sigmoid")
     softmax = config.opt("expert_selection_fn", str, "softmax") == "softmax"
-    renormalise = config.opt("norm_topk_prob", bool, True) or softmax  # the softmax is over the chosen experts
+    renormalise = config.opt("norm_topk_prob", bool, True) or softmax  # The softmax is over the chosen experts.
     router = Router(config.opt_size("num_experts_per_tok", 2), renormalise, "softmax" if softmax else "sigmoid")
     expert = gated_mlp(config)
     shared = config.opt("num_shared_experts", int, 0)
     if _cohere2_averages(config) and shared:
-        router = replace(router, scale=0.5)  # and so is the output of the shared Mlp
+        router = replace(router, scale=0.5)  # The output of the shared Mlp is halved as well.
     width = shared * expert.width
     return Moe(config.opt_size("num_experts", 8), expert, router, replace(expert, width=width) if shared else None)
 
@@ -544,11 +545,11 @@ def _cohere2_averages(config: HfConfig) -> bool:
 COHERE2_MOE = replace(COHERE2, build=_cohere2_moe, rules=(*COHERE2.rules, *MOE_RULES))
 
 
-# gpt-oss.
+# The model gpt-oss.
 
 
 def _gpt_oss(config: HfConfig) -> ModelSpec:
-    config.ignore("initial_context_length")  # in the section of the rope, too
+    config.ignore("initial_context_length")  # The section of the rope states it as well.
     config.expect("hidden_act", "silu")
     config.alias("num_experts_per_tok", "experts_per_token")
     layers = config.size("num_hidden_layers")

@@ -65,7 +65,7 @@ def _mamba2(config: HfConfig) -> ModelSpec:
     heads = config.opt_size("num_heads", 128)
     config.expect("hidden_act", "silu")
     config.expect("rms_norm", True)
-    config.ignore("norm_before_gate", *TRAINING_KEYS)  # published as true, though the gate comes first
+    config.ignore("norm_before_gate", *TRAINING_KEYS)  # Files state it as true, although the gate comes first.
     mixer = Mamba2(
         heads=heads,
         head_dim=config.opt_size("head_dim", 64),
@@ -98,7 +98,7 @@ def recurrent_decoder(config: HfConfig, layer: Layer, norm: Norm, *, tied: bool 
 
 def hybrid_mamba2(config: HfConfig, norm: Norm | None, width: int | None = None) -> Mamba2:
     """Return the mixer that the keys `mamba_*` describe. `width`: channels of all heads, default: by `mamba_expand`."""
-    config.expect("hidden_act", "silu")  # also the activation of the convolution
+    config.expect("hidden_act", "silu")  # The convolution has the same activation.
     config.ignore("mamba_chunk_size", *TRAINING_KEYS)
     heads = config.opt_size("mamba_n_heads", 128)
     expand = config.opt_size("mamba_expand", 2)
@@ -205,7 +205,7 @@ def _jamba(config: HfConfig) -> ModelSpec:
     width = config.size("hidden_size")
     norm = rms_norm(config, 1e-6)
     config.expect("mamba_inner_layernorms", True)
-    config.expect("hidden_act", "silu")  # also the activation of the convolution
+    config.expect("hidden_act", "silu")  # The convolution has the same activation.
     config.expect("sliding_window", None)
     config.ignore("n_ctx", "calc_logits_for_entire_prompt", *TRAINING_KEYS)
     mamba = Mamba(
@@ -438,7 +438,7 @@ def _nemotron_h(config: HfConfig) -> ModelSpec:
     config.expect("moe_latent_size", None)
     config.expect("mamba_proj_bias", False)
     config.expect("num_query_groups", config.opt_size("num_key_value_heads", 8))
-    config.ignore("rope_theta", "partial_rotary_factor")  # no RoPE
+    config.ignore("rope_theta", "partial_rotary_factor")  # The model has no RoPE.
     config.ignore("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern")
     config.ignore("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", *TRAINING_KEYS)
     norm = Norm(config.opt("layer_norm_epsilon", float, 1e-5))
@@ -538,7 +538,8 @@ _ZAMBA2_DERIVED = ("attention_hidden_size", "ffn_hidden_size", "kv_channels", "n
 
 def _zamba2(config: HfConfig) -> ModelSpec:
     config.expect("use_long_context", False)
-    config.expect("tie_word_embeddings", True)  # transformers shares the blocks' weights with those of the head
+    # The code of transformers shares the blocks' weights with those of the head.
+    config.expect("tie_word_embeddings", True)
     config.expect("use_shared_mlp_adapter", True)
     config.ignore("use_mem_eff_path", "gated_linear_unit", *_ZAMBA2_DERIVED, *TRAINING_KEYS)
     norm = rms_norm(config, 1e-5)
@@ -598,8 +599,8 @@ def _zamba2_mamba(config: HfConfig, bias: bool) -> Mamba2:
     if width % heads:
         raise config.error("n_mamba_heads", f"{heads} does not divide the {width} channels of the mixer")
     config.expect("mamba_headdim", width // heads)
-    config.expect("time_step_limit", None)  # the steps have no upper limit
-    config.ignore("use_conv_bias")  # the convolution has a bias whatever it says
+    config.expect("time_step_limit", None)  # The steps have no upper limit.
+    config.ignore("use_conv_bias")  # The convolution has a bias, whatever the key says.
     return Mamba2(
         heads=heads,
         head_dim=width // heads,
@@ -662,7 +663,7 @@ ZAMBA2 = Family(
         *linear(f"{_ZAMBA2_BLOCK}.feed_forward.down_proj", f"{_ZAMBA2_TARGET}.block.ffn.down"),
         Rename(f"{_ZAMBA2_SOURCE}.linear.weight", f"{_ZAMBA2_TARGET}.block.out"),
     ),
-    # copies of shared weights in the layers that share them
+    # These are copies of shared weights in the layers that share them.
     ignored=("*.rotary_emb.inv_freq", "lm_head.weight", "model.layers.*.shared_transformer.*"),
     config_rules=_zamba2_config_rules,
 )

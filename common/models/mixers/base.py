@@ -20,7 +20,7 @@ class MixerBase:
     """
 
     __slots__ = ()
-    lora_targets: ClassVar[tuple[str, ...]] = ()  # names of the matrices that a LoRA adapter may change
+    lora_targets: ClassVar[tuple[str, ...]] = ()  # Names of the matrices that a LoRA adapter may change.
 
     @property
     def reads_embedding(self) -> bool:

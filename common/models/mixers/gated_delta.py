@@ -28,12 +28,12 @@ class GatedDelta(MixerBase):
     The mixer returns o (norm(output) * silu(gate x)).
     """
 
-    key_heads: int  # each serves value_heads / key_heads consecutive value heads
+    key_heads: int  # Each key head serves value_heads / key_heads consecutive value heads.
     value_heads: int
     key_dim: int
     value_dim: int
-    taps: int  # of the convolution: a token and the taps - 1 before it
-    norm: Norm  # of each value head
+    taps: int  # The convolution reads a token and the taps - 1 before it.
+    norm: Norm  # Norm of each value head.
     beta_scale: float = 1.0  # 2: the factors on the state have eigenvalues down to -1 (arXiv 2411.12537)
     causal: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = ("q", "k", "v", "gate", "beta", "decay", "o")

@@ -29,10 +29,10 @@ class KimiDelta(MixerBase):
 
     heads: int
     head_dim: int
-    rank: int | None  # channels of decay_a x and gate_a x; None: decay x and gate x instead of decay_b decay_a x ...
-    taps: int  # of the convolution: a token and the taps - 1 before it
-    norm: Norm  # of each head
-    decay_bound: float | None = None  # below 0
+    rank: int | None  # Channels of decay_a x and gate_a x; None: decay x and gate x take their places.
+    taps: int  # The convolution reads a token and the taps - 1 before it.
+    norm: Norm  # Norm of each head.
+    decay_bound: float | None = None  # The bound of the decay, below 0.
     causal: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = (
         "q",

@@ -26,13 +26,13 @@ class LightningAttention(MixerBase):
     """
 
     head_dim: int
-    slopes: tuple[float, ...]  # one per head
+    slopes: tuple[float, ...]  # One slope per head.
     norm: Norm
-    groups: int = 1  # consecutive heads / groups of them are normalised together
+    groups: int = 1  # Each group of consecutive heads is normalised together.
     scale: float = 1.0
-    silu: bool = True  # False: q, k and v without it
-    qk_norm: Norm | None = None  # of each head of q and k, before RoPE
-    rope: Rope | None = None  # of q and k
+    silu: bool = True  # False: q, k and v have no SiLU.
+    qk_norm: Norm | None = None  # Norm of each head of q and k, before RoPE.
+    rope: Rope | None = None  # RoPE of q and k.
     causal: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = ("q", "k", "v", "gate", "o")
 

@@ -28,10 +28,10 @@ class Mamba(MixerBase):
 
     channels: int
     state_dim: int
-    step_rank: int  # channels of step_a v
-    taps: int  # of the convolution: a token and the taps - 1 before it
-    part_norm: Norm | None  # of step_a v, b v and c v
-    bias: bool = False  # of v, gate and o
+    step_rank: int  # Channels of step_a v.
+    taps: int  # The convolution reads a token and the taps - 1 before it.
+    part_norm: Norm | None  # Norm of step_a v, b v and c v.
+    bias: bool = False  # The projections v, gate and o have a bias.
     conv_bias: bool = True
     causal: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = ("v", "gate", "o")

@@ -17,8 +17,8 @@ class ShortConvolution(MixerBase):
     """A short causal convolution between two gates (LFM2): o (c x * convolution(b x * v x)), each channel by itself."""
 
     channels: int
-    taps: int  # a token and the taps - 1 before it
-    bias: bool = False  # of the linear layers and the convolution
+    taps: int  # The convolution reads a token and the taps - 1 before it.
+    bias: bool = False  # The linear layers and the convolution have a bias.
     causal: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = ("b", "c", "v", "o")
 

@@ -57,7 +57,7 @@ def generation_config(file: GgufFile) -> Config:
     return {**ids, "eos_token_id": list(ends)} if ends else ids
 
 
-_CONTROL: Final = 3  # the value of tokenizer.ggml.token_type for control tokens
+_CONTROL: Final = 3  # The value of tokenizer.ggml.token_type for control tokens.
 _HARMONY: Final = frozenset({"<|return|>", "<|call|>"})
 _END_OF_MESSAGE: Final = _HARMONY | {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>"}
 

@@ -26,7 +26,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT = 32
-_MAX_ELEMENTS = 1 << 48  # largest size of a dimension; with an empty dimension the product checks nothing
+_MAX_ELEMENTS = 1 << 48  # Largest size of a dimension; with an empty dimension the product checks nothing.
 
 SPLIT_NAME: Final = re.compile(r"-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
 """End of the name of one part of a split model."""
@@ -42,10 +42,10 @@ class GgufTensor:
     """Location of a tensor in the file."""
 
     name: str
-    shape: tuple[int, ...]  # in numpy's order (rows first)
+    shape: tuple[int, ...]  # The order is that of numpy: rows first.
     type: BlockType
-    offset: int  # bytes
-    size: int  # bytes
+    offset: int  # Bytes after the header.
+    size: int  # Size in bytes.
 
 
 class GgufFile:

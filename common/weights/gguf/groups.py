@@ -32,8 +32,8 @@ from pagoda.common.weights.gguf.dequantize import (
 from pagoda.common.weights.gguf.grids import GRID_FORMATS, GridFormat
 from pagoda.common.weights.quantization.tensors import Blocks, Int4, Int8, Mxfp4, Nvfp4, QuantizedTensor
 
-_CHUNK: Final = 1 << 18  # elements converted at a time
-_INT4_ZERO: Final = 8  # added to numbers of 4 bits before they are stored
+_CHUNK: Final = 1 << 18  # Elements converted at a time.
+_INT4_ZERO: Final = 8  # Added to numbers of 4 bits before they are stored.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class GroupFormat:
     """How a block type becomes numbers with scales: what `as_groups` returns for it."""
 
     scheme: Int4 | Int8 | Mxfp4 | Nvfp4
-    numbers: Callable[[Bytes, npt.NDArray[Any]], None]  # unsigned numbers of blocks [n, bytes] -> out [n, elements]
-    scales: Callable[[Bytes], Floats]  # blocks -> [n, groups]
-    bits: int  # bits of an unsigned number
-    zero: int = 0  # number whose value is 0, or the offset
-    offsets: Callable[[Bytes], Floats] | None = None  # blocks -> [n, groups], the value of number `zero`
+    numbers: Callable[[Bytes, npt.NDArray[Any]], None]  # Unsigned numbers of blocks [n, bytes] -> out [n, elements].
+    scales: Callable[[Bytes], Floats]  # Blocks -> [n, groups].
+    bits: int  # Bits of an unsigned number.
+    zero: int = 0  # The number whose value is 0, or the offset.
+    offsets: Callable[[Bytes], Floats] | None = None  # Blocks -> [n, groups], the value of number `zero`.
 
 
 def _q4_1_offset(blocks: Bytes) -> Floats:

@@ -29,10 +29,10 @@ _WRAPPER: Final = ".base_layer"
 class ExpertParameter:
     """A parameter of a checkpoint that has all experts' matrices."""
 
-    name: str  # name of the tensor in the base model
+    name: str  # Name of the tensor in the base model.
     rule: Rename | Split
-    params: tuple[Param, ...]  # parameters that the tensor fills, [E, F, D] each
-    stores_inputs_first: bool | None  # None: the shape decides
+    params: tuple[Param, ...]  # Parameters that the tensor fills, [E, F, D] each.
+    stores_inputs_first: bool | None  # None: the shape decides.
 
     @property
     def experts(self) -> int:
@@ -50,11 +50,11 @@ class ExpertParameter:
         `reads_inputs`: lora_A has the inputs, whatever the parameter's layout. Raises ModelError if neither that nor
         the shapes tell which side has them.
         """
-        first = a.reshape(self.experts, -1, a.shape[1])  # [E, R, x]
-        second = b.reshape(len(b), -1, self.experts).transpose(2, 1, 0)  # [E, R, y]
+        first = a.reshape(self.experts, -1, a.shape[1])  # Shape [E, R, x].
+        second = b.reshape(len(b), -1, self.experts).transpose(2, 1, 0)  # Shape [E, R, y].
         inputs_first = self._inputs_first(a.shape[1], len(b), reads_inputs)
         down, up = (first, second) if inputs_first else (second, first)
-        rows = up.swapaxes(1, 2)  # [E, F of all, R]
+        rows = up.swapaxes(1, 2)  # Shape [E, F of all, R].
         split: list[tuple[str, Any]]
         if isinstance(self.rule, Rename):
             split = [(self.params[0].name, rows)]
@@ -89,7 +89,8 @@ def expert_parameter(
     while stem.endswith(_WRAPPER):
         stem = stem.removesuffix(_WRAPPER)
     for name in names:
-        for among in (rules, FUSED_EXPERT_RULES):  # transformers stacks experts that checkpoints have one by one
+        # The code of transformers stacks experts that checkpoints have one by one.
+        for among in (rules, FUSED_EXPERT_RULES):
             match = match_tensor(among, f"{stem}.{name}", known)
             found = None if match is None else _parameter(f"{stem}.{name}", match, known, of_family=among is rules)
             candidates += [] if found is None else [found]

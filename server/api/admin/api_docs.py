@@ -12,7 +12,7 @@ from pagoda.server.api.admin.chat_page import page_response
 
 PAGE: Final = Path(__file__).with_name("api_docs.html")
 
-router = APIRouter(include_in_schema=False)  # without --disable-fastapi-docs
+router = APIRouter(include_in_schema=False)  # Included without --disable-fastapi-docs.
 
 
 @router.get("/docs", response_model=None)

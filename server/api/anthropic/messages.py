@@ -41,8 +41,8 @@ Event = dict[str, Any]
 @dataclass(slots=True)
 class _ContentBlock:
     block: OutputBlock
-    id: str  # for tool_use blocks
-    signature: str = ""  # of a thinking block, once it is complete
+    id: str  # Id of a tool_use block.
+    signature: str = ""  # Signature of a thinking block, once it is complete.
 
 
 class MessagesBuilder:
@@ -53,7 +53,7 @@ class MessagesBuilder:
         message_id: str,
         model: str,
         parser: DeltaParser,
-        thinking: Literal["full", "omitted", "none"] = "full",  # "omitted": thinking blocks without their text
+        thinking: Literal["full", "omitted", "none"] = "full",  # "omitted": thinking blocks have no text.
     ) -> None:
         self._id = message_id
         self._model = model

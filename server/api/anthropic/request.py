@@ -115,7 +115,7 @@ class DocumentBlock(_BlockFields):
                 pass
             case ContentSource(content=blocks):
                 content = text_of(blocks)
-            case _:  # refused
+            case _:  # Other kinds are refused.
                 content = ""
         return "\n".join(filter(None, (self.title, self.context, content)))
 
@@ -238,7 +238,7 @@ def messages_of(system: str | list[Any] | None, messages: Sequence[AnthropicMess
         system = "\n".join(block.text for block in system if not block.text.startswith(_BILLING))
     if system:
         converted.append({"role": "system", "content": system})
-    tool_names: dict[str, str] = {}  # by id of the tool_use block
+    tool_names: dict[str, str] = {}  # Id of the tool_use block -> name.
     for number, message in enumerate(messages):
         where = f"messages[{number}].content"
         if isinstance(message.content, str):
@@ -366,7 +366,7 @@ class AnthropicCountTokensRequest(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     context_management: Any = hint(
-        harmless=({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),  # agents send these
+        harmless=({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),  # Agents send these.
         why="conversations are never edited",
     )
     mcp_servers: Any = hint(why="the server calls no tools itself")
@@ -378,7 +378,7 @@ class AnthropicCountTokensRequest(RequestBody):
     def check(self) -> None:
         """Check combinations of fields. Raise RequestError, or HttpError for a thread to continue."""
         if isinstance(self.thread, dict) and self.thread.get("type") == "continue":
-            # clients react to this code by sending the whole conversation
+            # Clients react to this code by sending the whole conversation.
             message = "thread: this server keeps no conversations; send all messages"
             raise HttpError(404, message, "thread", code="thread_not_found")
         if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:

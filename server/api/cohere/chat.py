@@ -223,10 +223,10 @@ class CohereChatBuilder:
     def __init__(self, response_id: str, parser: DeltaParser, names: TokenNames | None) -> None:
         self._id = response_id
         self._parser = parser
-        self._names = names  # None: without log-probabilities
+        self._names = names  # None: the response has no log-probabilities.
         self._blocks = BlockBuilder()
         self._content: list[OutputBlock] = []
-        self._calls: list[tuple[str, OutputBlock]] = []  # with their ids
+        self._calls: list[tuple[str, OutputBlock]] = []  # Tool calls with their ids.
         self._logprobs: list[dict[str, Any]] = []
         self._finish_reason = "ERROR"
         self._input = self._cached = self._output = 0

@@ -22,7 +22,7 @@ from pagoda.server.processing.inputs import Prompt, TextOptions
 from pagoda.server.processing.scoring import texts_of
 
 EmbeddingType = Literal["float", "binary", "ubinary", "base64"]
-_BINARY_OFFSET: Final = 128  # from unsigned to signed bytes
+_BINARY_OFFSET: Final = 128  # Offset from unsigned to signed bytes.
 
 
 class CohereEmbedInput(RequestBody):

@@ -222,7 +222,7 @@ class ChatFields(SamplingFields):
         """Return the SamplingParams. `defaults`: the model's generation config. Raise RequestError."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         limit = self.token_limit
-        limit = None if limit == -1 else limit  # unlimited
+        limit = None if limit == -1 else limit  # The number of tokens is unlimited.
         try:
             return self.sampling_params(defaults, logprobs=logprobs, max_tokens=limit)
         except RequestError as error:
@@ -428,9 +428,9 @@ class _ChatChoice:
     """One choice: its parser and, for a whole response, what was parsed so far."""
 
     role: str
-    echo: str  # content of the request's last message that the output continues
+    echo: str  # Content of the request's last message that the output continues.
     reader: OutputReader
-    text_event: TextEvent | None = None  # of a stream
+    text_event: TextEvent | None = None  # The text event of a stream.
     events: list[Event] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -462,7 +462,7 @@ class ChatCompletionBuilder(CompletionBuilder):
         self._choices: dict[int, _ChatChoice] = {}
         self._prompt_fields: dict[str, Any] = {}
         needs_frames = request.logprobs or request.return_token_ids or self._reports_running_usage
-        self._content_only = not needs_frames  # chunks but a choice's last consist of content only
+        self._content_only = not needs_frames  # Chunks but a choice's last consist of content only.
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any] | bytes]:
         self.usage.count(prompt_index, output)
@@ -632,7 +632,7 @@ async def _answer(
         prompts = []
         for conversation in conversations:
             prompts.append(await prepare(state, conversation, params))
-            await asyncio.sleep(0)  # let other requests run between the conversations of a batch
+            await asyncio.sleep(0)  # Other requests run between the conversations of a batch.
         for prompt in prompts:
             body.check_context(len(prompt.token_ids))
         note_ignored(request, prompts[0].ignored, body.own_name)

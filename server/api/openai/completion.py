@@ -141,8 +141,8 @@ class _Piece:
 @dataclass(slots=True)
 class _CompletionChoice:
     logprobs: CompletionLogprobs
-    text_event: TextEvent | None = None  # of a stream
-    pieces: list[_Piece] = field(default_factory=list)  # of a whole response
+    text_event: TextEvent | None = None  # The text event of a stream.
+    pieces: list[_Piece] = field(default_factory=list)  # Pieces of a response that is not streamed.
 
 
 class TextCompletionBuilder(CompletionBuilder):
@@ -164,7 +164,8 @@ class TextCompletionBuilder(CompletionBuilder):
         self._prompts: dict[int, RequestOutput] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         needs_frames = request.logprobs is not None or request.return_token_ids or request.shows_prompt_only
-        self._text_only = not (needs_frames or self._reports_running_usage)  # chunks but a choice's last
+        # Chunks but a choice's last have text only.
+        self._text_only = not (needs_frames or self._reports_running_usage)
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any] | bytes]:
         self._note(prompt_index, output)
@@ -239,7 +240,7 @@ class TextCompletionBuilder(CompletionBuilder):
         choice = self._choices.get(index)
         prompt: dict[str, Any] | None = None
         if choice is None:
-            # with logprob_token_ids all reported candidates are shown
+            # With logprob_token_ids all reported candidates are shown.
             count = -1 if self._request.logprob_token_ids else self._request.logprobs or 0
             choice = self._choices[index] = _CompletionChoice(CompletionLogprobs(count, self._names))
             if self._request.echo:

@@ -119,7 +119,7 @@ class GenerateBuilder(ResponseBuilder):
         self._force_usage = config.enable_force_include_usage
         self._choices: dict[int, dict[str, Any]] = {}
         self._prompt: RequestOutput | None = None
-        self.names: TokenNames | None = None  # of the log-probabilities of output_mode text
+        self.names: TokenNames | None = None  # Names for the log-probabilities of output_mode text.
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         is_first = self._prompt is None

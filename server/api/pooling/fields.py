@@ -104,7 +104,7 @@ def _fp8_values(exponent_bits: int) -> Array:
 
 # Request bodies.
 
-MAX_INPUTS: Final = 4096  # texts, conversations or documents per request
+MAX_INPUTS: Final = 4096  # Maximum number of texts, conversations or documents per request.
 
 _MESSAGES = {"type": "array", "items": {"type": "object"}, "minItems": 1}
 CONVERSATIONS_SCHEMA: Final[dict[str, Any]] = {"anyOf": [_MESSAGES, {"type": "array", "items": _MESSAGES}]}
@@ -247,7 +247,7 @@ def is_conversation(raw: bytes) -> bool:
     try:
         shape = msgspec.json.decode(raw, type=_Shape)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return False  # the body parser reports the error
+        return False  # The body parser reports the error.
     if shape.messages is not msgspec.UNSET:
         return True
     return shape.input is not msgspec.UNSET and _OBJECTS.match(bytes(shape.input)) is not None
@@ -329,7 +329,7 @@ class PoolingMeta:
     id: str
     created: int
     model: str
-    tokens: int  # of all prompts
+    tokens: int  # Tokens of all prompts.
 
     @property
     def usage(self) -> dict[str, int]:

@@ -163,7 +163,7 @@ async def _outputs(
             prompts = [{"prompt": chat.text, "prompt_token_ids": chat.token_ids} for chat in chats]
         except RequestError as error:
             raise body.in_own_names(error) from None
-        characters = 0  # already tokenized
+        characters = 0  # Chats are tokenised already.
     check_binary(encoding, len(prompts))
 
     def parse() -> list[Prompt]:

@@ -56,11 +56,11 @@ def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results. Returns 0."""
     load, settings = resolve_load(args, COMMAND, StartupConfig)
-    EngineArgs.from_resolved(settings)  # raises on unusable settings before a server is started
+    EngineArgs.from_resolved(settings)  # This raises on unusable settings before a server is started.
     with tempfile.TemporaryDirectory(prefix="pagoda-startup-") as folder:
         config_file = Path(folder, "settings.yaml")
         keys = {name.replace("_", "-"): value for name, value in engine_keywords(settings).items()}
-        config_file.write_text(json.dumps(keys), encoding="utf-8")  # JSON is YAML
+        config_file.write_text(json.dumps(keys), encoding="utf-8")  # JSON is YAML.
 
         def starts(count: int, label: str, *, cold: bool = False) -> list[float]:
             bar = tqdm(range(count), desc=label, disable=not count)

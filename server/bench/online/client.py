@@ -24,11 +24,11 @@ REQUEST_SECONDS: Final = 6 * 3600.0
 class Piece:
     """What one event of an answer says."""
 
-    counts: bool = False  # it has output, so its arrival is timed
+    counts: bool = False  # It has output, so its arrival is timed.
     text: str = ""
     prompt_tokens: int | None = None
     output_tokens: int | None = None
-    is_last: bool = False  # the answer is complete, whatever follows
+    is_last: bool = False  # The answer is complete, whatever follows.
 
 
 ReadPiece = Callable[[Mapping[str, Any]], Piece]
@@ -39,7 +39,7 @@ ReadPiece = Callable[[Mapping[str, Any]], Piece]
 class Endpoint:
     """The endpoint under load. Connections are kept and used again, from one event loop."""
 
-    url: str  # with path
+    url: str  # URL with the path.
     headers: Mapping[str, str]
     read: ReadPiece
     streamed: bool = True
@@ -241,7 +241,7 @@ class _Exchange(asyncio.Protocol):
         self._status = 0
         self._error_body = b""
         self._complete = self._stays_open = False
-        self._until_close = True  # the body has neither a length nor chunks: it ends with the connection
+        self._until_close = True  # The body has neither a length nor chunks: it ends with the connection.
 
 
 def _data(event: bytes) -> bytes:

@@ -26,17 +26,17 @@ class PlannedRequest:
     """One request of the load."""
 
     sample: DatasetSample
-    arrival: float  # arrival time, in seconds after the start
+    arrival: float  # Arrival time in seconds after the start.
     model: str
-    id: str = ""  # the header x-request-id
+    id: str = ""  # Value of the header x-request-id.
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
     """What a load gave."""
 
-    outcomes: list[Outcome]  # in the order of the requests
-    seconds: float  # from the start to the last answer
+    outcomes: list[Outcome]  # Outcomes in the order of the requests.
+    seconds: float  # Seconds from the start to the last answer.
     probes: list[Outcome] = field(default_factory=list)
 
 
@@ -46,7 +46,7 @@ class LoadGenerator:
 
     endpoint: Endpoint
     api: Api
-    fields: Mapping[str, Any]  # of each body
+    fields: Mapping[str, Any]  # Fields of every body.
     logprobs: int | None = None
     max_concurrency: int | None = None
     show_progress: bool = True

@@ -15,16 +15,16 @@ from pagoda.common.config.groups.bench.traffic import ReportConfig, TrafficConfi
 class Outcome:
     """The timing of a request, in seconds."""
 
-    start: float = 0.0  # when it was sent, by the clock of the benchmark
-    end: float = 0.0  # when the last piece of the answer arrived
+    start: float = 0.0  # Time at which it was sent, by the clock of the benchmark.
+    end: float = 0.0  # Time at which the last piece of the answer arrived.
     ttft: float = 0.0
-    gaps: list[float] = field(default_factory=list)  # between successive pieces of the answer
+    gaps: list[float] = field(default_factory=list)  # Seconds between successive pieces of the answer.
     prompt_tokens: int = 0
     output_tokens: int = 0
-    sequences: int = 1  # texts in the request: those of a batch of embeddings
-    queued: float = 0.0  # waited for a free place of --max-concurrency before it was sent
-    text: str = ""  # the answer
-    error: str = ""  # why it failed; the timing is then meaningless
+    sequences: int = 1  # Number of texts in the request, as in a batch of embeddings.
+    queued: float = 0.0  # Seconds that it waited for a free place of --max-concurrency before it was sent.
+    text: str = ""  # Text of the answer.
+    error: str = ""  # Why it failed; the timing is then meaningless.
 
     @property
     def latency(self) -> float:

@@ -24,8 +24,8 @@ WORKER: Final = Path(__file__).with_name("worker.py")
 class EngineSpec:
     """An engine to measure. `options`: arguments of its constructor."""
 
-    name: str  # unique among the engines
-    engine: str  # pagoda, vllm, transformers or llama.cpp
+    name: str  # A name that is unique among the engines.
+    engine: str  # One of pagoda, vllm, transformers and llama.cpp.
     options: Mapping[str, Any]
     python: str = sys.executable
 
@@ -60,7 +60,7 @@ class EngineWorker:
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         message = {"prompts": list(map(list, work.prompts)), "outputs": list(work.outputs), "busy": busy}
-        with contextlib.suppress(BrokenPipeError):  # then there is no answer, and the log says why
+        with contextlib.suppress(BrokenPipeError):  # There is then no answer, and the log says why.
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
         answer = self._answer()

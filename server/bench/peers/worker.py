@@ -180,7 +180,7 @@ def main() -> None:
     options = json.loads(sys.argv[2])
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the engine prints goes to stderr
+    os.dup2(2, 1)  # Whatever the engine prints goes to stderr.
     generate = start(engine, options)
     print(json.dumps({"version": installed_version(engine)}), file=answers, flush=True)
     for line in sys.stdin:

@@ -13,7 +13,7 @@ from pagoda.server.bench.online.metrics import Outcome
 
 COLOURS: Final = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 _WAITING: Final = "#94a3b8"
-_SPEEDS: Final = ("#16a34a", "#f59e0b", "#dc2626")  # of tokens: fast, between the thresholds, slow
+_SPEEDS: Final = ("#16a34a", "#f59e0b", "#dc2626")  # Colours of tokens: fast, between the thresholds, slow.
 _STYLE: Final = """
 body{font:14px/1.45 system-ui,sans-serif;margin:24px auto;max-width:1100px;padding:0 16px;color:#1e293b;background:#fff}
 h1{font-size:20px}h2{font-size:16px;margin-top:28px}p,td,th{color:#334155}

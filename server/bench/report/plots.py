@@ -23,7 +23,7 @@ def need_matplotlib(flag: str) -> None:
 
 def figure(rows: int, columns: int, width: float, height: float) -> tuple[Figure, list[list[Axes]]]:
     """Return an empty figure of subplots, each of a size in inches."""
-    from matplotlib.figure import Figure  # optional, and slow to import
+    from matplotlib.figure import Figure  # The import is optional and slow.
 
     drawn = Figure(figsize=(width * columns, height * rows), layout="constrained")
     return drawn, drawn.subplots(rows, columns, squeeze=False).tolist()

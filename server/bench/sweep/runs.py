@@ -110,7 +110,7 @@ class SweptServer:
         with contextlib.suppress(ApiError):
             self.client.text("/health")
             raise ConfigError("--serve-cmd", f"another server answers on port {port}; add another --port")
-        environ = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
+        environ = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # The route /reset_prefix_cache needs this.
         try:
             self._process = subprocess.Popen(command, stdout=self._output, env=environ, start_new_session=True)
         except OSError as error:

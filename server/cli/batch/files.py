@@ -29,7 +29,7 @@ from pagoda.common.config.commands import is_address
 from pagoda.common.errors import ConfigError, PagodaError
 
 TIMEOUT_SECONDS: Final = 600.0
-UPLOAD_DELAYS: Final = (0.0, 1.0, 4.0)  # seconds before each attempt
+UPLOAD_DELAYS: Final = (0.0, 1.0, 4.0)  # Seconds before each attempt.
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class BatchOutput:
             if os.path.isdir(target):
                 raise ConfigError("--output-file", f"{target} is a folder; name a file")
             if os.path.exists(target) and not os.path.isfile(target):
-                self._finished = True  # a pipe or device cannot be replaced
+                self._finished = True  # A pipe or device cannot be replaced.
                 return open(target, "wb")
             self._target = target = os.path.realpath(target)
             if folder is None:
@@ -177,7 +177,7 @@ class BatchOutput:
             return
         self._file.seek(0)
         if not count and self._file.readline().endswith(b"\n"):
-            self._finished = True  # keep the other batch's file
+            self._finished = True  # The other batch's file is kept.
             raise ConfigError(
                 self._flag, f"{self.path} contains answers of another batch; remove it, or use another path"
             )
@@ -242,7 +242,7 @@ class BatchOutput:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):  # a write error has been reported already
+        with contextlib.suppress(OSError):  # A write error has been reported already.
             self._file.close()
         if self._finished:
             return

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 SETTINGS: Final = OWN_SETTINGS["run-batch"]
 TERMINATED: Final = 128 + signal.SIGTERM
-QUEUED_PER_RUNNING: Final = 4  # requests submitted per running slot: keeps the engine full and memory bounded
+QUEUED_PER_RUNNING: Final = 4  # Requests submitted per running slot: they keep the engine full and the memory bounded.
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class Line:
 
     number: int
     raw: bytes
-    id: str  # of its answer
+    id: str  # Id of its answer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class BatchFile:
 
     lines: Iterator[Line]
     answered: int
-    failed: int  # of the answered
+    failed: int  # Number of answered requests that failed.
 
 
 def resumed(source: IO[bytes], model: str, output: BatchOutput) -> BatchFile:

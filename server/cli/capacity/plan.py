@@ -49,14 +49,14 @@ class Row:
 
     hardware: str
     tensor_parallel: int
-    plan: EnginePlan | None = None  # None: it does not fit
-    measures: LoadMeasures | None = None  # by the scheduler, at the rate of one replica
-    rate: float = 0.0  # requests per second of one replica within the target, by the scheduler
+    plan: EnginePlan | None = None  # None: the model does not fit.
+    measures: LoadMeasures | None = None  # Measures by the scheduler, at the rate of one replica.
+    rate: float = 0.0  # Requests per second that one replica serves within the target, by the scheduler.
     devices_per_chip: int = 1
-    replicas: int | None = None  # for the asked rate
-    cluster: LoadMeasures | None = None  # of all replicas at that rate
-    price: float | None = None  # of all chips, per hour
-    why: str = ""  # it does not fit, or misses the target
+    replicas: int | None = None  # Number of replicas for the asked rate.
+    cluster: LoadMeasures | None = None  # Measures of all replicas at that rate.
+    price: float | None = None  # Price of all chips per hour.
+    why: str = ""  # Why it does not fit, or misses the target.
 
     @property
     def chips(self) -> int:
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan and print the table. Returns 0, or 1 if nothing serves the load. Raises ConfigError or ModelError."""
     settings = resolve_settings(args, SETTINGS)
     plan = build(PlanConfig, settings.values)
-    config = simulated_config(settings)  # raises what is wrong whatever the hardware
+    config = simulated_config(settings)  # This raises what is wrong whatever the hardware.
     if config.extension.speculative is not None and config.simulation.acceptance_rate is None:
         raise ConfigError("--acceptance-rate", "required with --speculative-config: how often drafts are right, as 0.7")
     planner = load_planner()
@@ -162,7 +162,7 @@ class Planning:
             row = self._row(hardware, size)
             last = size == sizes[-1]
             if row.plan is None and not last:
-                continue  # more devices may fit
+                continue  # More devices may fit.
             yield row
             if best is not None and row.order > best.order:
                 return

@@ -32,8 +32,8 @@ Int64 = npt.NDArray[np.int64]
 class TraceLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A request of a trace."""
 
-    arrival: float | None = None  # seconds
-    timestamp: float | None = None  # milliseconds
+    arrival: float | None = None  # Arrival time in seconds.
+    timestamp: float | None = None  # Arrival time in milliseconds.
     prompt_token_ids: list[int] | None = None
     input_length: int | None = None
     hash_ids: list[int] = []

@@ -21,7 +21,7 @@ from pagoda.server.cli.client.http_client import ApiClient, ApiError
 PROMPT: Final = "> "
 CONTINUATION: Final = "... "
 BLOCK: Final = '"""'
-MAX_HISTORY: Final = 1_000  # lines
+MAX_HISTORY: Final = 1_000  # Number of lines.
 
 _COMMAND: Final = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 

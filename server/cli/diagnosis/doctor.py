@@ -52,7 +52,7 @@ class Finding:
 
     level: Level
     subject: str
-    text: str  # the observation and, unless ok, the remedy
+    text: str  # The observation and, unless ok, the remedy.
 
 
 Findings: TypeAlias = Iterator[Finding]
@@ -324,7 +324,7 @@ def hub(config: DoctorConfig) -> Findings:
         )
 
 
-_EXTRAS: Final = {"reference": "cpu", "torch_cuda": "cuda", "jax_tpu": "tpu"}  # extra of each backend
+_EXTRAS: Final = {"reference": "cpu", "torch_cuda": "cuda", "jax_tpu": "tpu"}  # Backend -> the extra that installs it.
 
 
 def python_version(config: DoctorConfig) -> Findings:
@@ -349,7 +349,7 @@ def packages(config: DoctorConfig) -> Findings:
     extras = {"gguf", "uvloop", _EXTRAS.get(_chosen(config), "")}
     good = 0
     wanted = list(_applying(map(Requirement, machine.project()[1]), extras))
-    for requirement in list(wanted):  # "jax[tpu]" requires a libtpu version
+    for requirement in list(wanted):  # The requirement "jax[tpu]" needs a libtpu version.
         wanted += _applying(map(Requirement, machine.requires(requirement.name)), requirement.extras, base=False)
     for requirement in wanted:
         optional = _is_optional(requirement)

@@ -60,7 +60,7 @@ VALUES: Final = {"tool_call_parser": tuple(TOOL_FORMATS), "reasoning_parser": tu
 
 BACKLOG: Final = 2048
 
-_GC_THRESHOLD: Final = 50_000  # allocations per young collection; a step makes thousands, nearly all freed by refcount
+_GC_THRESHOLD: Final = 50_000  # Allocations per young collection; a step makes thousands, nearly all freed by refcount.
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def _run_server(engine_config: EngineConfig, config: ServerConfig, listener: soc
         with deferring_signals():
             client = start_engine(engine_config, in_process=config.disable_frontend_multiprocessing)
             owned.callback(client.close)
-            owned.callback(ignore_signals)  # one more would leave the engine, its folder or the socket behind
+            owned.callback(ignore_signals)  # Another signal would leave the engine, its folder or the socket behind.
         from pagoda.server.async_llm import AsyncLLM
 
         llm = AsyncLLM(engine_config, wait=False, client=client)
@@ -136,7 +136,7 @@ def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig,
     settings = resolve_settings(args, ENGINE_SETTINGS, SERVER_SETTINGS)
     configure(build(LoggingConfig, settings.values), also=("uvicorn",))
     engine_config, config = _configured(settings)
-    check_machine(engine_config)  # before a model is downloaded that this machine cannot run
+    check_machine(engine_config)  # This precedes the download of a model that this machine cannot run.
     return settings, engine_config, config
 
 
@@ -263,7 +263,7 @@ def bind_unix(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
-        mask = os.umask(0o177)  # mode 0600 from the first moment
+        mask = os.umask(0o177)  # The mode is 0600 from the first moment.
         try:
             listener.bind(path)
         finally:
@@ -388,7 +388,7 @@ async def _watch_engine(state: ServerState, on_ready: Callable[[], None]) -> Non
     """Wait for the engine to be ready, call `on_ready`, then wait for its failure, and raise it."""
     await state.wait_until_ready()
     gc.collect()
-    gc.freeze()  # later collections skip everything allocated so far
+    gc.freeze()  # Later collections skip everything allocated so far.
     gc.set_threshold(_GC_THRESHOLD)
     on_ready()
     disabled = state.engine.config.observability.disable_log_stats or (state.peers is not None and state.peers.index)

@@ -34,10 +34,10 @@ class StoredFile(msgspec.Struct, frozen=True):
 
     id: str
     bytes: int
-    created_at: int  # Unix time in seconds
+    created_at: int  # Unix time in seconds.
     filename: str
     purpose: str
-    owner: str  # hexadecimal digest of the API key that may read it, see server.owner_of
+    owner: str  # Hexadecimal digest of the API key that may read it, see server.owner_of.
     expires_at: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -54,12 +54,12 @@ class FileStore:
     """
 
     def __init__(self, folder: str | None, max_count: int, max_bytes: int, share: float = 1.0) -> None:
-        self._shares: Shares[str] = Shares(max_count, max_bytes)  # files that are being written included
+        self._shares: Shares[str] = Shares(max_count, max_bytes)  # Files that are being written are included.
         self._share = share
         self._temporary: PrivateFolder | None = None
         self._folder = None if folder is None else Path(folder)
-        self._files: dict[str, StoredFile] = {}  # oldest first
-        self._orphans: dict[str, Path] = {}  # id -> content of a file that an earlier process has not finished
+        self._files: dict[str, StoredFile] = {}  # The files, oldest first.
+        self._orphans: dict[str, Path] = {}  # Id -> content of a file that an earlier process has not finished.
         if self._folder is not None:
             try:
                 self._open(self._folder)
@@ -212,7 +212,7 @@ class FileWriter:
                 store.take(owner, count=1, size=kept)
             except BaseException:
                 os.close(self._file)
-                if is_new:  # what an earlier process has written is not lost
+                if is_new:  # What an earlier process has written is not lost.
                     _remove(path)
                 raise
             os.ftruncate(self._file, kept)
@@ -254,7 +254,7 @@ class FileWriter:
         text = msgspec.json.encode(file)
         content = self._path.with_suffix("")
         with _storing():
-            with self._draft.open("r+b") as draft:  # in the room that it has
+            with self._draft.open("r+b") as draft:  # The file is written in the room that it has.
                 draft.write(text)
                 draft.truncate()
             self._path.rename(content)

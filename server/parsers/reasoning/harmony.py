@@ -16,9 +16,9 @@ from pagoda.server.parsers.parser import Content, DelimiterSet, Event, Parser, R
 
 _START: Final = "<|start|>assistant"
 _MESSAGE: Final = "<|message|>"
-_HEADER_STARTS: Final = ("<|start|>", "<|channel|>", " to=")  # the last: a recipient right after the role
+_HEADER_STARTS: Final = ("<|start|>", "<|channel|>", " to=")  # The last one is a recipient right after the role.
 _MESSAGE_ENDS: Final = DelimiterSet(("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"))
-_MAX_HEADER: Final = 512  # characters; a longer header is treated as text
+_MAX_HEADER: Final = 512  # Number of characters; a longer header is treated as text.
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w*)")
 
 Kind = Literal["reasoning", "other"]
@@ -102,7 +102,7 @@ class HarmonyParser:
         self._keep_markup = keep_markup
         self._in_header = not in_message
         self._kind: Kind = "other"
-        self._seen: set[Kind] = set()  # kinds with a message so far: the next one starts on a new line
+        self._seen: set[Kind] = set()  # Kinds with a message so far: their next message starts on a new line.
         self._unread = ""
 
     def feed(self, text: str) -> list[Event]:
@@ -139,7 +139,7 @@ class HarmonyParser:
             return [Content(start)] if self._keep_markup else []
         if not final:
             return []
-        self._unread = ""  # a header without a message
+        self._unread = ""  # A header without a message is dropped.
         return [Content(text)] if self._keep_markup else []
 
     def _start_message(self, header: str, rest: str) -> list[Event]:

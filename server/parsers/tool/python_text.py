@@ -8,7 +8,7 @@ from typing import Final
 from pagoda.server.parsers.tool import json_text
 from pagoda.server.parsers.tool.scanner import Malformed, Scan, Scanner, Sink
 
-MAX_DEPTH: Final = 64  # of nested brackets
+MAX_DEPTH: Final = 64  # Maximum depth of nested brackets.
 
 _WORDS: Final = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _WORD: Final = re.compile(r"[A-Za-z_]*")

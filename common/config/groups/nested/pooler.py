@@ -16,7 +16,7 @@ KINDS: Final[Mapping[str, PoolingKind]] = {
     "LAST": "last",
     "MEAN": "mean",
     "ALL": "all",
-    "STEP": "all",  # with step_tag_id
+    "STEP": "all",  # With step_tag_id.
 }
 _FLAG: Final = "--pooler-config"
 _KIND_KEYS: Final = ("pooling_type", "seq_pooling_type", "tok_pooling_type")
@@ -40,9 +40,9 @@ class PoolerConfig:
 
     kind: PoolingKind | None = None
     use_activation: bool | None = None
-    dimensions: int | None = None  # default embedding size, for requests that set none
-    task: str | None = None  # of requests that name none
-    step_tag: int | None = None  # id of the tokens that have an output, in tasks with one per token
+    dimensions: int | None = None  # Default embedding size, for requests that set none.
+    task: str | None = None  # Task of requests that name none.
+    step_tag: int | None = None  # Id of the tokens that have an output, in tasks with one output per token.
 
     @classmethod
     def of(cls, keys: Mapping[str, Any]) -> PoolerConfig:

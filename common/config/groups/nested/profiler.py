@@ -43,15 +43,15 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 class ProfilerConfig:
     """What is traced, and where to. Field names are the keys of --profiler-config; see `profiler_of`."""
 
-    torch_profiler_dir: str  # folder of the traces
+    torch_profiler_dir: str  # Folder of the traces.
     profiler: str = _PROFILER
-    torch_profiler_with_stack: bool = True  # Python calls, too
-    torch_profiler_record_shapes: bool = False  # shapes of the operators' inputs
-    torch_profiler_with_memory: bool = False  # allocations
-    torch_profiler_with_flops: bool = False  # what FLOP are computed from: shapes, and arguments such as strides
-    torch_profiler_use_gzip: bool = True  # compress traces
-    delay_iterations: int = 0  # steps after the start that are not traced
-    max_iterations: int = 0  # traced steps after which the trace is written by itself; 0: no limit
+    torch_profiler_with_stack: bool = True  # Trace Python calls, too.
+    torch_profiler_record_shapes: bool = False  # Trace the shapes of the operators' inputs.
+    torch_profiler_with_memory: bool = False  # Trace allocations.
+    torch_profiler_with_flops: bool = False  # Trace what FLOP are computed from: shapes, and arguments such as strides.
+    torch_profiler_use_gzip: bool = True  # Compress traces.
+    delay_iterations: int = 0  # Number of steps after the start that are not traced.
+    max_iterations: int = 0  # The trace is written after this many steps; 0: no limit.
 
     @property
     def folder(self) -> Path:
@@ -121,7 +121,7 @@ def _check_types(given: Mapping[str, Any]) -> None:
 class ProfileRequest:
     """One profile to start."""
 
-    prefix: str  # of the name of its trace; empty: a default
+    prefix: str  # Prefix of the trace's name; empty: a default.
     delay_iterations: int
     max_iterations: int
 

@@ -50,22 +50,22 @@ _PROMPT_LOOKUP: Final = 5
 class SpeculativeConfig:
     """How drafts are proposed. Field names are the keys of --speculative-config; see `speculative_of`."""
 
-    method: str  # one of METHODS
-    num_speculative_tokens: int | None = None  # drafts per sequence and step, at most; None: as the drafter states
-    model: str | None = None  # of a drafter: folder or name; None: `mtp` layers of the model itself
-    prompt_lookup_min: int = _PROMPT_LOOKUP  # ngram: tokens of the shortest match
-    prompt_lookup_max: int = _PROMPT_LOOKUP  # ngram: tokens of the longest match
-    suffix_decoding_max_tree_depth: int = 24  # suffix: tokens of match and proposal together
-    suffix_decoding_max_cached_requests: int = 10_000  # suffix: past answers kept; 0: none
-    suffix_decoding_max_spec_factor: float = 1.0  # suffix: proposed tokens per token that matched
-    suffix_decoding_min_token_prob: float = 0.1  # suffix: least estimated probability of a proposed token
-    disable_by_batch_size: int | None = None  # no drafts in steps of this many running sequences or more
-    max_model_len: int | None = None  # no drafts beyond this length of a sequence
+    method: str  # One of METHODS.
+    num_speculative_tokens: int | None = None  # Maximum drafts per sequence and step; None: as the drafter states.
+    model: str | None = None  # Folder or name of a drafter; None: the `mtp` layers of the model itself.
+    prompt_lookup_min: int = _PROMPT_LOOKUP  # Number of tokens of the shortest match, of method ngram.
+    prompt_lookup_max: int = _PROMPT_LOOKUP  # Number of tokens of the longest match, of method ngram.
+    suffix_decoding_max_tree_depth: int = 24  # Number of tokens of match and proposal together, of method suffix.
+    suffix_decoding_max_cached_requests: int = 10_000  # Number of past answers that method suffix keeps; 0: none.
+    suffix_decoding_max_spec_factor: float = 1.0  # Proposed tokens per token that matched, of method suffix.
+    suffix_decoding_min_token_prob: float = 0.1  # Least estimated probability of a proposed token, of method suffix.
+    disable_by_batch_size: int | None = None  # Steps of this many running sequences or more have no drafts.
+    max_model_len: int | None = None  # A sequence of this length has no more drafts.
     draft_tensor_parallel_size: int | None = None
-    quantization: str | None = None  # of a drafter's weights
-    revision: str | None = None  # of a drafter on the hub
+    quantization: str | None = None  # Quantisation of a drafter's weights.
+    revision: str | None = None  # Revision of a drafter on the hub.
     code_revision: str | None = None
-    enforce_eager: bool | None = None  # of a drafter, which runs as the model does; None: as that
+    enforce_eager: bool | None = None  # Whether a drafter runs eagerly; None: as the model does.
 
     @property
     def runs_on_device(self) -> bool:
@@ -159,7 +159,7 @@ def _method(given: Mapping[str, Any]) -> str:
         raise ConfigError(FLAG, f"method is not set; use {', '.join(METHODS)}")
     if method in _REFUSED_METHODS:
         raise ConfigError(FLAG, f"method {method} is not supported: {_REFUSED_METHODS[method]}")
-    if method.endswith("_mtp"):  # vLLM's names of mtp by architecture
+    if method.endswith("_mtp"):  # These are vLLM's names of mtp by architecture.
         return "mtp"
     if method not in METHODS:
         hint = did_you_mean(method, METHODS) or f"; use {', '.join(METHODS)}"

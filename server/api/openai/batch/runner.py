@@ -50,19 +50,19 @@ class Batch(msgspec.Struct):
     """One batch, as it is stored. Times are Unix times in seconds."""
 
     id: str
-    owner: str  # see StoredFile
+    owner: str  # See StoredFile.
     endpoint: str
     input_file_id: str
     completion_window: str
-    window: int  # seconds of completion_window
+    window: int  # Seconds of completion_window.
     created_at: int
     metadata: dict[str, str] | None = None
-    output_seconds: int | None = None  # of output_expires_after
+    output_seconds: int | None = None  # Seconds of output_expires_after.
     status: str = "validating"
-    times: dict[str, int] = msgspec.field(default_factory=dict)  # status -> since when
+    times: dict[str, int] = msgspec.field(default_factory=dict)  # Status -> the time since which the batch has had it.
     errors: list[dict[str, Any]] = msgspec.field(default_factory=list)
-    files: dict[str, str] = msgspec.field(default_factory=dict)  # output, error -> file id
-    unfinished: dict[str, str] = msgspec.field(default_factory=dict)  # the same while they are written
+    files: dict[str, str] = msgspec.field(default_factory=dict)  # Kind of file, output or error -> file id.
+    unfinished: dict[str, str] = msgspec.field(default_factory=dict)  # The same while the files are written.
     total: int = 0
     completed: int = 0
     failed: int = 0
@@ -108,7 +108,7 @@ class BatchRunner:
     def __init__(self, state: ServerState, app: ASGIApp) -> None:
         self._state = state
         self._app = app
-        self._batches: dict[str, Batch] = {}  # oldest first
+        self._batches: dict[str, Batch] = {}  # All batches, oldest first.
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._line = FairLine(MAX_BATCHES, "batches")
         if state.config.files_dir is not None:
@@ -129,7 +129,7 @@ class BatchRunner:
         """Start a batch. Raise HttpError (429) if too many wait."""
         if len(self._batches) >= MAX_BATCHES:
             self._drop_oldest()
-        source = self._state.files.path(file).open("rb")  # it stays readable if the file is deleted
+        source = self._state.files.path(file).open("rb")  # The file stays readable if it is deleted.
         self._batches[batch.id] = batch
         self._save(batch)
         self._start(batch, source)
@@ -175,7 +175,8 @@ class BatchRunner:
     def _save(self, batch: Batch) -> None:
         try:
             write_json(self._path(batch), batch)
-        except OSError:  # a full disk: the next process has an older state, and goes on after the answers that it finds
+        # A full disk: the next process has an older state, and goes on after the answers that it finds.
+        except OSError:
             logger.exception("batch %s: its state cannot be stored", batch.id)
 
     def _set(self, batch: Batch, status: str) -> None:
@@ -206,7 +207,7 @@ class BatchRunner:
         try:
             with source, self._state.stopping.notifying(lambda: self._stop(batch)):
                 async with asyncio.timeout(batch.created_at + batch.window - time.time()):
-                    if batch.status == "cancelling":  # when the earlier process ended
+                    if batch.status == "cancelling":  # The earlier process ended while it cancelled the batch.
                         raise asyncio.CancelledError
                     if await self._check(batch, source):
                         async with self._line.turn(batch.owner, MAX_BATCHES):

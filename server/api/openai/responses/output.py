@@ -299,10 +299,10 @@ class ResponseView:
     """Which optional parts a response includes."""
 
     reasoning: bool = True
-    encrypted_content: bool = False  # of reasoning items
-    logprobs: int | None = None  # number of alternatives per token; None: no logprobs
+    encrypted_content: bool = False  # Whether reasoning items have encrypted content.
+    logprobs: int | None = None  # Number of alternatives per token; None: no logprobs.
     names: TokenNames
-    tools: Mapping[str, OfferedTool] = field(default_factory=dict)  # by name of the offered function
+    tools: Mapping[str, OfferedTool] = field(default_factory=dict)  # Name of the offered function -> tool.
 
 
 class ResponsesBuilder:
@@ -310,17 +310,17 @@ class ResponsesBuilder:
 
     def __init__(
         self,
-        fixed: dict[str, Any],  # fields that do not change while the response is generated
+        fixed: dict[str, Any],  # Fields that do not change while the response is generated.
         parser: DeltaParser,
         view: ResponseView,
     ) -> None:
         self._fixed = fixed
         self._parser = parser
         self._view = view
-        self.on_end: Callable[[], None] = lambda: None  # called once, however the response ends
+        self.on_end: Callable[[], None] = lambda: None  # It is called once, however the response ends.
         self._blocks = BlockBuilder()
         self._items: list[OutputItem] = []
-        self._logprobs: list[dict[str, Any]] = []  # of text that no event has reported yet
+        self._logprobs: list[dict[str, Any]] = []  # Log-probabilities of text that no event has reported yet.
         self._num_events = 0
         self._usage: dict[str, Any] | None = None
         self._output_tokens = 0

@@ -281,7 +281,7 @@ class _BackgroundRun:
         try:
             await cancel_on_disconnect(_never_disconnects, self._state.stopping, self._read(generation))
         except asyncio.CancelledError:
-            self._builder.cancel()  # by the client, or evicted from the store
+            self._builder.cancel()  # The client cancelled the response, or the store evicted it.
         except Exception as error:
             if not generation.accepted.is_set():
                 raise
