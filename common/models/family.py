@@ -229,8 +229,8 @@ def rms_norm(config: HfConfig, default: float, *, unit_offset: bool = False) -> 
     return Norm(config.opt("rms_norm_eps", float, default), unit_offset=unit_offset)
 
 
-def layer_norm(config: HfConfig, key: str = "layer_norm_eps", *, default: float = 1e-5, bias: bool = True) -> Norm:
-    return Norm(config.opt(key, float, default), kind="layer", bias=bias)
+def layer_norm(config: HfConfig, key: str = "layer_norm_eps", *, bias: bool = True) -> Norm:
+    return Norm(config.opt(key, float, 1e-5), kind="layer", bias=bias)
 
 
 def plain_mlp(config: HfConfig, activation: str, *, bias: bool) -> Mlp:

@@ -17,12 +17,10 @@ from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 import numpy as np
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
     ValidationError,
-    WithJsonSchema,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, ErrorDetails, core_schema, from_json
@@ -398,18 +396,6 @@ def harmless_values(field: FieldInfo) -> list[Any]:
         if not any(type(value) is type(harmless) and value == harmless for harmless in values):
             values.append(value)
     return values
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-StringOrList = Annotated[
-    list[str],
-    BeforeValidator(_as_list),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
-]
-"""A string or a list of strings; always parsed to a list."""
 
 
 # Parsing.

@@ -687,12 +687,11 @@ LIST = "<list>"
 """Tags of a union of a string and a list."""
 
 
-def by_type(*known: str, default: str | None = None) -> Discriminator:
-    """Return a discriminator: `<type>` for the known types, else OTHER. `default`: type of an object without one."""
+def by_type(*known: str) -> Discriminator:
+    """Return a discriminator: `<type>` for the known types, else OTHER."""
 
     def tag(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        kind = default if kind is None else kind
         return f"<{kind}>" if kind in known else OTHER
 
     return Discriminator(tag)
@@ -743,7 +742,3 @@ def refused(*harmless: Any) -> BeforeValidator:
         raise PydanticCustomError("unsupported", "is not supported by this version of pagoda; leave it out")
 
     return BeforeValidator(check)
-
-
-Null = Annotated[Any, refused()]
-"""An unsupported nested field: null only."""

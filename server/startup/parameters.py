@@ -77,16 +77,16 @@ def _is_norm(name: str) -> bool:
     return "norm" in name and not name.endswith("_bias")
 
 
-def with_progress(
-    tensors: Iterable[Weight], total: int, *, description: str = "Loading weights", disable: bool = False
-) -> Iterator[Weight]:
+def with_progress(tensors: Iterable[Weight], total: int, *, disable: bool = False) -> Iterator[Weight]:
     """Yield the tensors, with a progress bar on stderr of their bytes; no bar if `disable` or without a terminal."""
     if disable or not sys.stderr.isatty():
         yield from tensors
         return
     from tqdm import tqdm
 
-    with tqdm(total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr) as bar:
+    with tqdm(
+        total=total, desc="Loading weights", unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr
+    ) as bar:
         for name, array in tensors:
             yield name, array
             bar.update(array.nbytes)

@@ -76,13 +76,8 @@ class Scale:
         return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def line_chart(
-    title: str, series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, *, joined: bool = True
-) -> str:
-    """Return an SVG chart of named series of points; the legend has the series if there are several.
-
-    `joined`: connect the points of a series, in their order.
-    """
+def line_chart(title: str, series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str) -> str:
+    """Return an SVG chart of named series, each a line through its points; the legend has them if there are several."""
     width = 520
     height = 320
     left = 68
@@ -108,9 +103,8 @@ def line_chart(
         f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{escape(y_label)}</text>'
     )
     for (name, values), colour in zip(series.items(), _repeat(COLOURS)):
-        if joined:
-            path = " ".join(f"{x(a)},{y(b)}" for a, b in values)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        path = " ".join(f"{x(a)},{y(b)}" for a, b in values)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for a, b in values:
             label = escape(f"{name}: {x_label} {a:g}, {y_label} {b:g}")
             parts.append(f'<circle cx="{x(a)}" cy="{y(b)}" r="4" fill="{colour}"><title>{label}</title></circle>')

@@ -41,14 +41,12 @@ _PROBES: Final = {
 }
 
 
-def result_table(
-    results: Mapping[str, Any], percentiles: Sequence[float], title: str = "Serving Benchmark Result"
-) -> str:
+def result_table(results: Mapping[str, Any], percentiles: Sequence[float]) -> str:
     """Return the results of `metrics.results_of` as a table.
 
     `max_concurrency` and a finite `request_rate` are shown if `results` has them.
     """
-    lines = [f"{f' {title} ':=^{WIDTH}}", *_rows(_TOTALS, results)]
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_rows(_TOTALS, results)]
     if "probe_completed" in results:
         lines += [f"{'Probe Requests':-^{WIDTH}}", *_rows(_PROBES, results)]
     for name, (short, heading) in TITLES.items():

@@ -15,6 +15,7 @@ from pagoda.common.config.memory import available_bytes, total_bytes
 GIB: Final = 2**30
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
+_PROCESSORS: Final = Path("/proc/cpuinfo")
 _VECTORS: Final = (
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "amx_fp16"),
     *("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2"),
@@ -27,13 +28,12 @@ _QUERY_SECONDS: Final = 10
 
 
 def processor() -> str:
-    return field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
+    return field(_PROCESSORS, "model name") or platform.processor() or platform.machine()
 
 
 def vector_features() -> list[str]:
     """Return the processor's vector features that matter for products."""
-    info = Path("/proc/cpuinfo")
-    flags = set((field(info, "flags") or field(info, "Features") or "").split())
+    flags = set((field(_PROCESSORS, "flags") or field(_PROCESSORS, "Features") or "").split())
     return [name for name in _VECTORS if name in flags]
 
 

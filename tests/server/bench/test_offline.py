@@ -363,10 +363,14 @@ def test_a_server_that_does_not_start(capsys: pytest.CaptureFixture[str]) -> Non
         ("Features\t: fp asimd bf16", ["asimd", "bf16"], True),
     ],
 )
-def test_the_kind_of_processor(flags: str, instructions: list[str], bf16: bool, tmp_path: Path) -> None:
+def test_the_kind_of_processor(
+    flags: str, instructions: list[str], bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nmodel name\t: Some CPU\n{flags}\n")
-    facts = machine(str(info))
+    monkeypatch.setattr("pagoda.server.cli.diagnosis.machine._PROCESSORS", info)
+    facts = machine()
     assert (facts["cpu"], facts["instructions"], facts["bf16_instructions"]) == ("Some CPU", instructions, bf16)
     assert ("without" in processor_kind(facts)) != bf16
-    assert machine(str(tmp_path / "none"))["instructions"] == []
+    monkeypatch.setattr("pagoda.server.cli.diagnosis.machine._PROCESSORS", tmp_path / "none")
+    assert machine()["instructions"] == []

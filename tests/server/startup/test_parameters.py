@@ -85,7 +85,7 @@ def test_no_progress_bar_without_a_terminal_or_when_disabled(
 def test_progress_bar_counts_bytes_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    assert list(with_progress(iter(TENSORS), 4096, description="Loading")) == TENSORS
+    assert list(with_progress(iter(TENSORS), 4096)) == TENSORS
     assert "Loading" in terminal.getvalue()
     assert "100%" in terminal.getvalue()
     assert "4.00k/4.00k" in terminal.getvalue()
