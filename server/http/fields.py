@@ -198,8 +198,14 @@ class StructuredFields(RequestBody):
             return _of_format(value)
         if name == "guided_choice" and not value:
             raise RequestError(name, "guided_choice is empty; list at least one choice")
-        pattern = self.guided_whitespace_pattern if name == "guided_json" else None
-        return StructuredOutputsParams(**{_GUIDED[name]: value}, whitespace_pattern=pattern)
+        kind = _GUIDED[name]
+        return StructuredOutputsParams(
+            json=value if kind == "json" else None,
+            regex=value if kind == "regex" else None,
+            choice=value if kind == "choice" else None,
+            grammar=value if kind == "grammar" else None,
+            whitespace_pattern=self.guided_whitespace_pattern if name == "guided_json" else None,
+        )
 
 
 def _of_format(response_format: JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat) -> StructuredOutputsParams:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from fastapi import Request
 
@@ -29,6 +29,7 @@ from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.core_client.client import QueueLimits
 from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.http.adapters import ServedAdapters
+from pagoda.server.http.body import BodyT, read_body
 from pagoda.server.http.errors import ModelNotFoundError, UnavailableError
 from pagoda.server.http.peers import ApiPeers, PeerReport
 from pagoda.server.http.stores.conversations import ConversationStore
@@ -390,17 +391,21 @@ class ToModel(Protocol):
         ...
 
 
-async def model_of(state: ServerState, body: ToModel) -> str:
-    """Check the body and return the model name. Raise ModelNotFoundError, UnavailableError or RequestError.
+async def read_for_model(request: Request, body_type: type[BodyT]) -> tuple[ServerState, BodyT, str]:
+    """Return the server's state, the checked body of a request to a model, and the model's name.
 
-    An unknown name may be a LoRA adapter's, which a resolver finds.
+    An unknown name may be a LoRA adapter's, which a resolver finds. Raise ModelNotFoundError, UnavailableError, or as
+    `read_body` does.
     """
-    if body.model and not state.serves(body.model) and state.engine.is_running:
-        await state.adapters.resolve(body.model)
-    model = state.model_name(body.model)
+    state = server_of(request)
+    body = await read_body(request, body_type, state.config)
+    addressed = cast(ToModel, body)
+    if addressed.model and not state.serves(addressed.model) and state.engine.is_running:
+        await state.adapters.resolve(addressed.model)
+    model = state.model_name(addressed.model)
     state.llm()
-    body.check()
-    return model
+    addressed.check()
+    return state, body, model
 
 
 def request_id_of(request: Request, body: Identified, prefix: str) -> str:

@@ -179,22 +179,32 @@ class OutputProcessor:
         ended: list[RequestOutput] = []
         children: list[str] = []
         for request_id in request_ids:
-            if (prepared := self._pooling.pop(request_id, None)) is not None:
-                children.append(request_id)
-                if self._events is not None:
-                    _add_pooled(self._events, prepared, "abort", time.monotonic())
             request = self._requests.get(request_id)
-            if request is None:
-                continue
-            unfinished = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+            unfinished = self._unfinished(request_id)
             for sequence in unfinished:
                 sequence.abort()
-                child_id = request.prepared.children[sequence.index].request_id
-                self._finish(child_id, sequence, "abort")
-                children.append(child_id)
-            shown = request.sequences if request.kind is _FINAL_ONLY else unfinished
-            ended.append(request.output([sequence.output(request.kind) for sequence in shown]))
+            children += self._finish_all(request_id, unfinished, "abort")
+            if request is not None:
+                shown = request.sequences if request.kind is _FINAL_ONLY else unfinished
+                ended.append(request.output([sequence.output(request.kind) for sequence in shown]))
         return ended, children
+
+    def _unfinished(self, request_id: str) -> list[SequenceState]:
+        request = self._requests.get(request_id)
+        return [] if request is None else [sequence for sequence in request.sequences if sequence.finish_reason is None]
+
+    def _finish_all(self, request_id: str, unfinished: Sequence[SequenceState], reason: str) -> list[str]:
+        """Finish these sequences of a request, or the request if it is for pooling. Return its engine requests."""
+        children: list[str] = []
+        if (prepared := self._pooling.pop(request_id, None)) is not None:
+            children.append(request_id)
+            if self._events is not None:
+                _add_pooled(self._events, prepared, reason, time.monotonic())
+        for sequence in unfinished:
+            child_id = sequence.request.prepared.children[sequence.index].request_id
+            self._finish(child_id, sequence, reason)
+            children.append(child_id)
+        return children
 
     def waiting(self) -> dict[str, list[list[str]]]:
         """Return the ids of requests without a token by owner, those of one caller's request together, in the order in
@@ -229,16 +239,7 @@ class OutputProcessor:
         """Forget requests that the engine cannot finish. Return the engine requests of their unfinished sequences."""
         children: list[str] = []
         for request_id in request_ids:
-            if (prepared := self._pooling.pop(request_id, None)) is not None:
-                children.append(request_id)
-                if self._events is not None:
-                    _add_pooled(self._events, prepared, "error", time.monotonic())
-            if (request := self._requests.get(request_id)) is not None:
-                unfinished = [sequence for sequence in request.sequences if sequence.finish_reason is None]
-                for sequence in unfinished:
-                    child_id = request.prepared.children[sequence.index].request_id
-                    self._finish(child_id, sequence, "error")
-                    children.append(child_id)
+            children += self._finish_all(request_id, self._unfinished(request_id), "error")
         return children
 
     def lost(self, child_ids: Iterable[str]) -> list[str]:

@@ -249,7 +249,9 @@ class FlagParser(argparse.ArgumentParser):
     """Argument parser with underscores in flags, dotted JSON flags, `--help=WHAT`, and without abbreviations."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs, "add_help": False})
+        kwargs.setdefault("allow_abbrev", False)
+        kwargs["add_help"] = False
+        super().__init__(*args, **kwargs)
         self.settings: dict[str, Setting] = {}
         self.values: Mapping[str, tuple[str, ...]] = {}  # Values of settings without choices, for the help.
         self.add_argument(

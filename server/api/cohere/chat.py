@@ -15,12 +15,12 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagoda.server.api.chat_prompt import Conversation, prepare
 from pagoda.server.api.openai.chat import check_messages, ignored_of_tools, offered_tools
-from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, note_ignored, read_body, unsupported
+from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, note_ignored, unsupported
 from pagoda.server.http.errors import LOST, UnavailableError, http_error
 from pagoda.server.http.fields import LOWEST, TokenNames, check_template_kwargs
 from pagoda.server.http.generation import Generation, num_prompt_tokens
 from pagoda.server.http.response import DONE, EventStyle, event, respond
-from pagoda.server.http.state import model_of, server_of
+from pagoda.server.http.state import read_for_model
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.output_parser import DeltaParser
 from pagoda.server.parsers.parser import BlockBuilder, BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock
@@ -341,9 +341,7 @@ router = APIRouter(tags=["chat"])
 @router.post("/cohere/v2/chat", response_model=None, include_in_schema=False)
 async def cohere_chat(request: Request) -> Response:
     """Continue a conversation, streamed or whole (Cohere Chat API)."""
-    state = server_of(request)
-    body = await read_body(request, CohereChatRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, CohereChatRequest)
     try:
         params = body.params(state.llm().info.sampling_defaults, thinks=state.reasoning_format is not None)
         chat = await prepare(state, body.conversation(), params)

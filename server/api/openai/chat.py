@@ -45,7 +45,6 @@ from pagoda.server.http.body import (
     Int64,
     hint,
     note_ignored,
-    read_body,
     unsupported,
 )
 from pagoda.server.http.fields import (
@@ -56,7 +55,7 @@ from pagoda.server.http.fields import (
 )
 from pagoda.server.http.generation import output_source
 from pagoda.server.http.response import CompletionBuilder, TextEvent, best_of, respond
-from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
+from pagoda.server.http.state import ServerState, read_for_model, request_id_of
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.parser import (
     Arguments,
@@ -609,18 +608,14 @@ router = APIRouter(tags=["chat"])
 @router.post("/v1/chat/completions", response_model=None)
 async def chat_completions(request: Request) -> Response:
     """Continue a conversation, streamed or whole."""
-    state = server_of(request)
-    body = await read_body(request, ChatCompletionRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, ChatCompletionRequest)
     return await _answer(request, state, body, model, [body.conversation()])
 
 
 @router.post("/v1/chat/completions/batch", response_model=None)
 async def chat_completions_batch(request: Request) -> Response:
     """Continue several conversations."""
-    state = server_of(request)
-    body = await read_body(request, BatchChatCompletionRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, BatchChatCompletionRequest)
     return await _answer(request, state, body, model, list(body.conversations()))
 
 

@@ -16,7 +16,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.fill_in_middle import fill_ends, fill_format, fill_prompt
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.http.body import Int64, read_body
+from pagoda.server.http.body import Int64
 from pagoda.server.http.fields import (
     PROMPTS_SCHEMA,
     CompletionLogprobs,
@@ -28,7 +28,7 @@ from pagoda.server.http.fields import (
 )
 from pagoda.server.http.generation import output_source
 from pagoda.server.http.response import CompletionBuilder, TextEvent, best_of, respond
-from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
+from pagoda.server.http.state import ServerState, read_for_model, request_id_of
 from pagoda.server.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from pagoda.server.processing.inputs import Prompt, PromptType, encode_kept, max_prompt_tokens
 from pagoda.server.processing.prompt_embeds import from_base64
@@ -285,9 +285,7 @@ router = APIRouter(tags=["completions"])
 @router.post("/v1/completions", response_model=None)
 async def completions(request: Request) -> Response:
     """Continue prompts, streamed or whole."""
-    state = server_of(request)
-    body = await read_body(request, CompletionRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, CompletionRequest)
     try:
         params = body.params(state.llm().info.sampling_defaults)
         prompts: list[PromptType] = [await embeds_of(state, body, text) for text in body.embeds]

@@ -19,7 +19,7 @@ from pagoda.common.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, read_body, unsupported
+from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
 from pagoda.server.http.fields import (
     LOWEST,
     StreamOptions,
@@ -30,7 +30,7 @@ from pagoda.server.http.fields import (
 )
 from pagoda.server.http.generation import Generation
 from pagoda.server.http.response import ResponseBuilder, Usage, respond
-from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
+from pagoda.server.http.state import ServerState, read_for_model, request_id_of
 from pagoda.server.outputs import CompletionOutput, LogprobsOnePosition, RequestOutput
 from pagoda.server.processing.inputs import PromptType
 
@@ -201,9 +201,7 @@ router = APIRouter(tags=["generate"])
 @router.post("/inference/v1/generate", response_model=None)
 async def generate(request: Request) -> Response:
     """Continue token ids, streamed or whole."""
-    state = server_of(request)
-    body = await read_body(request, GenerateRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, GenerateRequest)
     params = body.params(state.llm().info.sampling_defaults)
     prompt: PromptType = {"prompt_token_ids": body.token_ids, "cache_salt": body.cache_salt}
     request_id = request_id_of(request, body, "generate-tokens")

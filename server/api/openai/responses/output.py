@@ -153,6 +153,10 @@ class _CallOutput(OutputItem):
         self._name = block.name if tool is None else tool.name
         self._namespace = None if tool is None else tool.namespace
 
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
+        """Yield nothing: the API has no events for the parts of most calls."""
+        yield from ()
+
 
 class _FunctionCallOutput(_CallOutput):
     def __init__(self, block: OutputBlock, tool: OfferedTool | None) -> None:
@@ -225,9 +229,6 @@ class _LocalShellCallOutput(_CallOutput):
             "status": self.status,
         }
 
-    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
-        yield from ()
-
 
 class _ToolSearchCallOutput(_CallOutput):
     """A search that the client runs. The API has no events for its parts."""
@@ -244,9 +245,6 @@ class _ToolSearchCallOutput(_CallOutput):
             "arguments": _object_of(self._block.text),
             "status": self.status,
         }
-
-    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
-        yield from ()
 
 
 def _object_of(arguments: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from pagoda.server.api.openai.responses.output import ResponsesBuilder, Response
 from pagoda.server.api.openai.responses.request import ResponsesRequest
 from pagoda.server.api.openai.responses.retrieval import encoded_json, event_stream
 from pagoda.server.api.openai.responses.tools import OfferedTool
-from pagoda.server.http.body import note_ignored, read_body
+from pagoda.server.http.body import note_ignored
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.fields import TokenNames
 from pagoda.server.http.generation import Generation
@@ -45,7 +45,7 @@ from pagoda.server.http.response import (
     owner_of,
     respond,
 )
-from pagoda.server.http.state import ServerState, model_of, server_of
+from pagoda.server.http.state import ServerState, read_for_model
 from pagoda.server.http.stores.conversations import StoredConversation
 from pagoda.server.http.stores.responses import StoredResponse
 from pagoda.server.parsers.output_parser import DeltaParser
@@ -57,9 +57,7 @@ router = APIRouter(tags=["responses"])
 @router.post("/v1/responses", response_model=None)
 async def create_response(request: Request) -> Response:
     """Create a response: whole, streamed, or in the background."""
-    state = server_of(request)
-    body = await read_body(request, ResponsesRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, ResponsesRequest)
     stores = _stores(state, body)
     owner = owner_of(request.scope)
     response_id = _new_id(state, body, owner)
@@ -91,9 +89,7 @@ async def create_response(request: Request) -> Response:
 @router.post("/v1/responses/input_tokens", response_model=None)
 async def count_input_tokens(request: Request) -> Response:
     """Count the prompt tokens of a response without generating it."""
-    state = server_of(request)
-    body = await read_body(request, ResponsesRequest, state.config)
-    await model_of(state, body)
+    state, body, _ = await read_for_model(request, ResponsesRequest)
     context = _context_of(state, body, owner_of(request.scope))
     try:
         chat = await _prepared(request, state, body, context)
@@ -105,9 +101,7 @@ async def count_input_tokens(request: Request) -> Response:
 @router.post("/v1/responses/render", response_model=None)
 async def render_response(request: Request) -> Response:
     """Return the token ids and sampling parameters of a response without generating it."""
-    state = server_of(request)
-    body = await read_body(request, ResponsesRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, ResponsesRequest)
     owner = owner_of(request.scope)
     context = _context_of(state, body, owner)
     try:
