@@ -29,13 +29,7 @@ from pagoda.server.outputs import (
     ScoringRequestOutput,
     with_tensor,
 )
-from pagoda.server.processing.beams import (
-    BeamSearchOutput,
-    check_engine,
-    check_prompts,
-    search_beams,
-    step_params,
-)
+from pagoda.server.processing.beams import BeamSearchOutput, check_engine, check_prompts, search_beams, step_params
 from pagoda.server.processing.inputs import (
     InputProcessor,
     PairTemplate,

@@ -15,13 +15,7 @@ from functools import cache
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import numpy as np
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, ErrorDetails, core_schema, from_json
 from starlette.requests import ClientDisconnect, Request

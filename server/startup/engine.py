@@ -22,14 +22,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
 from pagoda.backends.modules import BackendModule, CalibrationTarget
-from pagoda.backends.registry import (
-    choose_backend,
-    has_weights,
-    load_backend,
-    load_pooling,
-    load_simulator,
-    runs_ranks,
-)
+from pagoda.backends.registry import choose_backend, has_weights, load_backend, load_pooling, load_simulator, runs_ranks
 from pagoda.common.backend import (
     Backend,
     BackendOptions,

@@ -15,15 +15,7 @@ from pagoda.server.api.chat_prompt import Conversation, NamedTool
 from pagoda.server.api.chat_prompt import ToolChoice as Choice
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
 from pagoda.server.http.errors import HttpError
-from pagoda.server.http.fields import (
-    LIST,
-    OTHER,
-    TEXT,
-    Unsupported,
-    by_type,
-    check_template_kwargs,
-    text_or_list,
-)
+from pagoda.server.http.fields import LIST, OTHER, TEXT, Unsupported, by_type, check_template_kwargs, text_or_list
 
 
 class _BlockFields(RequestBody):

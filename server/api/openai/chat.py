@@ -39,33 +39,13 @@ from pagoda.server.api.openai.chat_variants import (
     own_name_of_functions,
     with_tool_calls,
 )
-from pagoda.server.http.body import (
-    MAX_LIST_OBJECTS,
-    Ignored,
-    Int64,
-    hint,
-    note_ignored,
-    unsupported,
-)
-from pagoda.server.http.fields import (
-    SamplingFields,
-    chat_logprobs,
-    check_template_kwargs,
-    prompt_logprobs,
-)
+from pagoda.server.http.body import MAX_LIST_OBJECTS, Ignored, Int64, hint, note_ignored, unsupported
+from pagoda.server.http.fields import SamplingFields, chat_logprobs, check_template_kwargs, prompt_logprobs
 from pagoda.server.http.generation import output_source
 from pagoda.server.http.response import CompletionBuilder, TextEvent, best_of, respond
 from pagoda.server.http.state import ServerState, read_for_model, request_id_of
 from pagoda.server.outputs import CompletionOutput, RequestOutput
-from pagoda.server.parsers.parser import (
-    Arguments,
-    Content,
-    Event,
-    OutputReader,
-    Reasoning,
-    ToolCall,
-    merge_events,
-)
+from pagoda.server.parsers.parser import Arguments, Content, Event, OutputReader, Reasoning, ToolCall, merge_events
 
 # Request bodies.
 

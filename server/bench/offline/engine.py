@@ -18,10 +18,7 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.bench.datasets.samples import PromptVocabulary
 from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.llm import LLM
-from pagoda.server.settings.flags import (
-    EngineArgs,
-    resolve_settings,
-)
+from pagoda.server.settings.flags import EngineArgs, resolve_settings
 from pagoda.server.settings.resolve import Resolved
 from pagoda.server.startup.engine import check_engine
 

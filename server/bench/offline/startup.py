@@ -27,12 +27,7 @@ from pagoda.common.config.env import API_KEY, XLA_CACHE_PATH
 from pagoda.common.config.groups.bench.offline import StartupConfig
 from pagoda.common.config.settings import ResolvedSettings
 from pagoda.common.errors import PagodaError
-from pagoda.server.bench.offline.engine import (
-    check_load,
-    engine_keywords,
-    resolve_load,
-    write_results,
-)
+from pagoda.server.bench.offline.engine import check_load, engine_keywords, resolve_load, write_results
 from pagoda.server.bench.offline.latency import PERCENTAGES
 from pagoda.server.bench.report.machine import machine
 from pagoda.server.cli.client.http_client import ApiClient, ApiError

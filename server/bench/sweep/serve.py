@@ -10,13 +10,7 @@ from pagoda.common.config.groups.bench.sweep import SweepConfig, SweepServeConfi
 from pagoda.common.config.settings import build
 from pagoda.common.errors import PagodaError
 from pagoda.server.bench.sweep.params import read_params
-from pagoda.server.bench.sweep.runs import (
-    Experiment,
-    is_measured,
-    measure_combination,
-    pairs_to_run,
-    swept_server,
-)
+from pagoda.server.bench.sweep.runs import Experiment, is_measured, measure_combination, pairs_to_run, swept_server
 from pagoda.server.settings.flags import resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["bench sweep serve"]

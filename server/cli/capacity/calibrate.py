@@ -14,10 +14,7 @@ from pagoda.common.config.commands import COMMAND_SETTINGS, CalibrateConfig
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.settings import ResolvedSettings, build
 from pagoda.common.errors import ConfigError
-from pagoda.server.settings.flags import (
-    EngineArgs,
-    resolve_settings,
-)
+from pagoda.server.settings.flags import EngineArgs, resolve_settings
 from pagoda.server.settings.resolve import SIMULATED, Resolved
 from pagoda.server.startup.engine import build_for_calibration, check_engine
 

@@ -30,10 +30,7 @@ from pagoda.server.bench.online.metrics import Outcome, results_of
 from pagoda.server.bench.report.table import WIDTH, result_table
 from pagoda.server.cli.capacity.trace_file import read_trace, timed_request
 from pagoda.server.core_client.ipc_messages import EngineInfo
-from pagoda.server.settings.flags import (
-    EngineArgs,
-    resolve_settings,
-)
+from pagoda.server.settings.flags import EngineArgs, resolve_settings
 from pagoda.server.settings.resolve import SIMULATED, Resolved
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import build_simulation, check_engine
