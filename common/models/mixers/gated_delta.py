@@ -36,6 +36,7 @@ class GatedDelta(MixerBase):
     norm: Norm  # Norm of each value head.
     beta_scale: float = 1.0  # 2: the factors on the state have eigenvalues down to -1 (arXiv 2411.12537)
     causal: ClassVar[bool] = True
+    divided: ClassVar[str] = "key heads"
     lora_targets: ClassVar[tuple[str, ...]] = ("q", "k", "v", "gate", "beta", "decay", "o")
 
     @property
@@ -79,7 +80,3 @@ class GatedDelta(MixerBase):
     def max_ranks(self) -> int:
         """Most tensor-parallel ranks that can share the mixer."""
         return self.key_heads
-
-    def indivisible(self, ranks: int) -> str | None:
-        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
-        return f"{self.key_heads} key heads" if self.key_heads % ranks else None

@@ -34,6 +34,7 @@ class KimiDelta(MixerBase):
     norm: Norm  # Norm of each head.
     decay_bound: float | None = None  # The bound of the decay, below 0.
     causal: ClassVar[bool] = True
+    divided: ClassVar[str] = "linear attention heads"
     lora_targets: ClassVar[tuple[str, ...]] = (
         "q",
         "k",
@@ -88,7 +89,3 @@ class KimiDelta(MixerBase):
     def max_ranks(self) -> int:
         """Most tensor-parallel ranks that can share the mixer."""
         return self.heads
-
-    def indivisible(self, ranks: int) -> str | None:
-        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
-        return f"{self.heads} linear attention heads" if self.heads % ranks else None

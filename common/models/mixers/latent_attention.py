@@ -60,6 +60,7 @@ class LatentAttention(MixerBase):
     query_growth: QueryGrowth | None = None  # Growth of the queries with their position, after RoPE.
     gate_per_head: bool = False  # The projection o reads the attended values * sigmoid(gate x), one number per head.
     causal: ClassVar[bool] = True
+    divided: ClassVar[str] = "query heads"
     lora_targets: ClassVar[tuple[str, ...]] = ("q", "q_a", "q_b", "kv_a", "gate", "o")
 
     def __post_init__(self) -> None:
@@ -118,10 +119,6 @@ class LatentAttention(MixerBase):
     def max_ranks(self) -> int:
         """Most tensor-parallel ranks that can share the mixer."""
         return self.heads
-
-    def indivisible(self, ranks: int) -> str | None:
-        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
-        return f"{self.heads} query heads" if self.heads % ranks else None
 
     def half_split_orders(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
         """Yield the parameters of queries and rotary keys, and the order that makes their channels half-split.

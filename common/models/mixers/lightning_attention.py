@@ -34,6 +34,7 @@ class LightningAttention(MixerBase):
     qk_norm: Norm | None = None  # Norm of each head of q and k, before RoPE.
     rope: Rope | None = None  # RoPE of q and k.
     causal: ClassVar[bool] = True
+    divided: ClassVar[str] = "linear attention heads"
     lora_targets: ClassVar[tuple[str, ...]] = ("q", "k", "v", "gate", "o")
 
     def __post_init__(self) -> None:
@@ -71,7 +72,3 @@ class LightningAttention(MixerBase):
     def max_ranks(self) -> int:
         """Most tensor-parallel ranks that can share the mixer."""
         return self.heads
-
-    def indivisible(self, ranks: int) -> str | None:
-        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
-        return f"{self.heads} linear attention heads" if self.heads % ranks else None

@@ -34,6 +34,7 @@ class Mamba(MixerBase):
     bias: bool = False  # The projections v, gate and o have a bias.
     conv_bias: bool = True
     causal: ClassVar[bool] = True
+    divided: ClassVar[str] = "state space channels"
     lora_targets: ClassVar[tuple[str, ...]] = ("v", "gate", "o")
 
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -62,7 +63,3 @@ class Mamba(MixerBase):
     def max_ranks(self) -> int:
         """Most tensor-parallel ranks that can share the mixer."""
         return self.channels
-
-    def indivisible(self, ranks: int) -> str | None:
-        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
-        return f"{self.channels} state space channels" if self.channels % ranks else None
