@@ -80,9 +80,11 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
             object.__setattr__(self, "choice", tuple(self.choice))
-        given = [name for name in KINDS if getattr(self, name) is not None and (name == "json" or getattr(self, name))]
-        if len(given) != 1:
-            kinds = ", ".join(given) or "none"
+        set_kinds = [
+            name for name in KINDS if getattr(self, name) is not None and (name == "json" or getattr(self, name))
+        ]
+        if len(set_kinds) != 1:
+            kinds = ", ".join(set_kinds) or "none"
             raise RequestError(
                 "structured_outputs",
                 f"structured_outputs must set exactly one of {', '.join(KINDS)}; set here: {kinds}",
@@ -231,10 +233,10 @@ class SamplingParams:
         `logit_bias` may have its ids as strings, as in JSON. `others`: fields that vLLM's method lacks.
         """
         values = {**{name: value for name, value in locals().items() if name not in ("cls", "others")}, **others}
-        given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
-        if isinstance(bias := given.get("logit_bias"), dict):
-            given["logit_bias"] = {_id_of(key): value for key, value in bias.items()}
-        return cls(**given)
+        set_values = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+        if isinstance(bias := set_values.get("logit_bias"), dict):
+            set_values["logit_bias"] = {_id_of(key): value for key, value in bias.items()}
+        return cls(**set_values)
 
     def clone(self) -> SamplingParams:
         """Return a deep copy; with `skip_clone`, a shallow one."""

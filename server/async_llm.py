@@ -894,8 +894,8 @@ class AsyncInputs:
             adapter=adapter,
             origin=origin,
         )
-        given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
-        length = len(given) if isinstance(given, str | list) else 0
+        content = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
+        length = len(content) if isinstance(content, str | list) else 0
         if isinstance(params, SamplingParams) and params.bad_words:
             length += sum(len(word) + WORD_COST for word in params.bad_words)
         embedded = isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None

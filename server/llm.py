@@ -120,13 +120,13 @@ class LLM(ExplainsMissingMethods):
         spec_tokens: int | None = None,
         **kwargs: Any,
     ) -> None:
-        named = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
-        template = named.pop("chat_template")
-        for name in sorted(named.keys() & FLAGS_WITHOUT_SETTING.keys()):
-            if named.pop(name):
+        keywords = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
+        template = keywords.pop("chat_template")
+        for name in sorted(keywords.keys() & FLAGS_WITHOUT_SETTING.keys()):
+            if keywords.pop(name):
                 raise ConfigError(name, f"is not supported: {FLAGS_WITHOUT_SETTING[name]}")
-        given = {name: value for name, value in named.items() if value is not None} | kwargs
-        self._start(LLMEngine(EngineArgs(**given).create_engine_config()), template)
+        settings = {name: value for name, value in keywords.items() if value is not None} | kwargs
+        self._start(LLMEngine(EngineArgs(**settings).create_engine_config()), template)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -511,8 +511,8 @@ class LLM(ExplainsMissingMethods):
         """Return requests that are checked but not queued. The options are those of BatchOptions."""
         check_extras(mm_processor_kwargs=mm_processor_kwargs)
         listed = _listed(prompts)
-        given = _paired("lora_request", lora_request, len(listed))
-        adapters = [self.llm_engine.adapters.adapter(request) for request in given]
+        requests = _paired("lora_request", lora_request, len(listed))
+        adapters = [self.llm_engine.adapters.adapter(request) for request in requests]
         params = _paired("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
         priorities = _paired("priority", 0 if priority is None else priority, len(listed))
         if any(priorities) and self.llm_engine.config.scheduler.policy != "priority":
@@ -520,7 +520,7 @@ class LLM(ExplainsMissingMethods):
         text = text_options(tokenization_kwargs)
         return [
             replace(self._prepare(prompt, prompt_params, rank, text, adapter), lora_request=request)
-            for prompt, prompt_params, rank, adapter, request in zip(listed, params, priorities, adapters, given)
+            for prompt, prompt_params, rank, adapter, request in zip(listed, params, priorities, adapters, requests)
         ]
 
     def _render(self, messages: Sequence[Message], **options: Any) -> TokensPrompt:

@@ -132,10 +132,10 @@ class RequestOutput(msgspec.Struct):
         if later.num_cached_tokens is not None:
             self.num_cached_tokens = later.num_cached_tokens
         for output in later.outputs:
-            for position, known in enumerate(self.outputs):
-                if known.index == output.index:
+            for position, completion in enumerate(self.outputs):
+                if completion.index == output.index:
                     if aggregate:
-                        known._extend(output)
+                        completion._extend(output)
                     else:
                         self.outputs[position] = output
                     break

@@ -77,10 +77,10 @@ def _decoder_start(architecture: str, source: TransformersSource, config: Pretra
     They are keys of config.json or generation_config.json. Raise ModelError without a start token.
     """
     generation = source.folder / "generation_config.json"
-    stated = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
-    stated |= {key: value for key, value in source.config.items() if value is not None}
-    start = stated.get("decoder_start_token_id", getattr(config, "decoder_start_token_id", None))
-    forced = stated.get("forced_bos_token_id")
+    generation_keys = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+    generation_keys |= {key: value for key, value in source.config.items() if value is not None}
+    start = generation_keys.get("decoder_start_token_id", getattr(config, "decoder_start_token_id", None))
+    forced = generation_keys.get("forced_bos_token_id")
     if not isinstance(start, int):
         raise ModelError(
             f"{architecture}: config.json states no decoder_start_token_id; use --hf-overrides "

@@ -59,10 +59,10 @@ def open_device(config: SimulationConfig) -> SimulatedDevice:
 
 
 def calibrate(
-    target: CalibrationTarget, repeats: int, max_seconds: float, done: Callable[[int, int], None]
+    target: CalibrationTarget, repeats: int, max_seconds: float, report_progress: Callable[[int, int], None]
 ) -> Calibration:
     """Measure the steps of a backend; see `SimulatorModule.calibrate`."""
-    return calibrated(target, repeats, max_seconds, done)
+    return calibrated(target, repeats, max_seconds, report_progress)
 
 
 def create(options: BackendOptions, clock: Clock | None = None) -> SimulatedBackend:

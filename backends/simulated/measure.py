@@ -246,9 +246,16 @@ def measure_pause(measurer: StepMeasurer, limits: Limits) -> float:
 
 
 def measure_steps(
-    measurer: StepMeasurer, limits: Limits, repeats: int, max_seconds: float, done: Callable[[int, int], None]
+    measurer: StepMeasurer,
+    limits: Limits,
+    repeats: int,
+    max_seconds: float,
+    report_progress: Callable[[int, int], None],
 ) -> list[MeasuredStep]:
-    """Return measured steps of all shapes that there is time for. `done`: called with numbers: measured, in total."""
+    """Return measured steps of all shapes that there is time for.
+
+    `report_progress`: called with the numbers of measured and of all steps.
+    """
     kinds = shapes(limits, measurer.cached_tokens)
     steps = []
     total = sum(map(len, kinds))
@@ -259,7 +266,7 @@ def measure_steps(
             if measurer.clock.now - began > max_seconds / len(kinds):
                 break
             steps.append(measurer.measure(shape, repeats))
-            done(number := number + 1, total)
+            report_progress(number := number + 1, total)
     return steps
 
 

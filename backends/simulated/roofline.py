@@ -50,9 +50,9 @@ class ServedModel:
     def __post_init__(self) -> None:
         """Raise ConfigError if the devices cannot share the model."""
         for mixer in self.spec.mixers:
-            if what := mixer.indivisible(self.tensor_parallel):
+            if part := mixer.indivisible(self.tensor_parallel):
                 raise ConfigError(
-                    "--tensor-parallel-size", f"{self.tensor_parallel} does not divide the model's {what}; use another"
+                    "--tensor-parallel-size", f"{self.tensor_parallel} does not divide the model's {part}; use another"
                 )
 
     @property

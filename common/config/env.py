@@ -472,11 +472,13 @@ def notes(environ: Mapping[str, str] | None = None, settings: Iterable[str] = ()
     links = sorted(name for name, value in prefixed.items() if is_service_link(name, value))
     others = {name: value for name, value in source.items() if name not in links}
     lines = [note for variable in VARIABLES if (note := variable.note(others)) is not None]
-    known = {name for variable in VARIABLES for name in variable.names} | {
+    known_names = {name for variable in VARIABLES for name in variable.names} | {
         f"PAGODA_{name.upper()}" for name in settings
     }
     lines += [
-        _unknown(name, known) for name in sorted(prefixed) if name in others and name not in known and prefixed[name]
+        _unknown(name, known_names)
+        for name in sorted(prefixed)
+        if name in others and name not in known_names and prefixed[name]
     ]
     if links:
         lines.append(
@@ -486,10 +488,10 @@ def notes(environ: Mapping[str, str] | None = None, settings: Iterable[str] = ()
     return tuple(lines)
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
+def _unknown(name: str, known_names: Iterable[str]) -> str:
     stems = {
         variable.partition("_")[2]: variable
-        for variable in sorted(known, reverse=True)
+        for variable in sorted(known_names, reverse=True)
         if variable.startswith(PREFIXES)
     }
     near = difflib.get_close_matches(name.partition("_")[2], list(stems), n=1)

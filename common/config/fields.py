@@ -180,9 +180,9 @@ def comma_separated(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known_words: Iterable[str]) -> str:
     """Return `; did you mean X?` for the closest known name, or an empty string if none is close."""
     import difflib  # Only errors need this module.
 
-    match = difflib.get_close_matches(word, list(known), n=1)
+    match = difflib.get_close_matches(word, list(known_words), n=1)
     return f"; did you mean {match[0]}?" if match else ""

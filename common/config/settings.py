@@ -388,12 +388,12 @@ def from_environment(
     """
     source = os.environ if environ is None else environ
     layer: dict[str, Sourced] = {}
-    known = {name: setting for table in tables for name, setting in table.items()}
+    settings_by_name = {name: setting for table in tables for name, setting in table.items()}
     for variable in env.VARIABLES:
         for name, value in variable.settings(source).items():
-            if name in known:
-                layer[name] = _from_variable(known[name], variable.spelling(source), value)
-    for name, setting in known.items():
+            if name in settings_by_name:
+                layer[name] = _from_variable(settings_by_name[name], variable.spelling(source), value)
+    for name, setting in settings_by_name.items():
         text = source.get(setting.variable)
         if text and not env.is_service_link(setting.variable, text):
             layer[name] = _from_variable(setting, setting.variable, text)

@@ -69,10 +69,10 @@ def check_chips(chips: list[TpuKind]) -> None:
     """Raise ConfigError for chips that no program can be compiled for."""
     for kind in chips:
         if not kind.supported:
-            known = ", ".join(kind.name.lower() for kind in _KINDS.values() if kind.supported)
+            kinds = ", ".join(kind.name.lower() for kind in _KINDS.values() if kind.supported)
             raise ConfigError(
                 "--backend",
-                f"this host's TPU {kind.name.lower()} is not supported; use {known}, or --backend reference",
+                f"this host's TPU {kind.name.lower()} is not supported; use {kinds}, or --backend reference",
             )
 
 
@@ -109,8 +109,8 @@ def chips_env(
         raise ConfigError(
             flag, f"an engine cannot use {count} chips; use {', '.join(map(str, _BOUNDS))}, or one program"
         )
-    stated = environ.get("TPU_VISIBLE_CHIPS") or environ.get("TPU_VISIBLE_DEVICES")
-    visible = stated.split(",") if stated else [str(index) for index in range(len(chips))]
+    visible_text = environ.get("TPU_VISIBLE_CHIPS") or environ.get("TPU_VISIBLE_DEVICES")
+    visible = visible_text.split(",") if visible_text else [str(index) for index in range(len(chips))]
     chips_of_process = visible[process * count : (process + 1) * count]
     if len(chips_of_process) < count:
         raise ConfigError(
@@ -178,10 +178,10 @@ def check_alone(chips: list[TpuKind], environ: Mapping[str, str] = os.environ) -
         return
     numbers = ",".join(map(str, range(len(chips))))
     bounds = _BOUNDS.get(len(chips), "X,Y,1")
-    this = f"worker {place.worker}" if place.worker else "one"
+    worker = f"worker {place.worker}" if place.worker else "one"
     raise ConfigError(
         "--nnodes",
-        f"this host is {this} of the {place.hosts} of a TPU slice, and alone it would wait for the others; start "
+        f"this host is {worker} of the {place.hosts} of a TPU slice, and alone it would wait for the others; start "
         f"serve with --nnodes {place.hosts} and its own --node-rank on every host, or, to use this host's chips "
         f"alone, set TPU_PROCESS_BOUNDS=1,1,1 TPU_CHIPS_PER_PROCESS_BOUNDS={bounds} TPU_VISIBLE_CHIPS={numbers}",
     )

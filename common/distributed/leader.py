@@ -180,9 +180,9 @@ class LeadingBackend(RankBackend):
         for name, count in counts.items():
             agreed = tuple(map(min, count, plan.num_blocks))
             if agreed != plan.num_blocks:
-                held = per_pool(count)
+                host_count = per_pool(count)
                 own_count = per_pool(plan.num_blocks)
-                logger.info("%s can hold %s KV blocks, %s %s", name, held, self._name, own_count)
+                logger.info("%s can hold %s KV blocks, %s %s", name, host_count, self._name, own_count)
                 plan = replace(plan, num_blocks=agreed)
         self._broadcast(AgreedBlocks(plan.num_blocks))
         return plan

@@ -238,13 +238,13 @@ def _nested(config: Mapping[str, Any], name: str, tower: TextTower) -> dict[str,
 def _architecture(name: str, tower: TextTower, section: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Return the architecture of a text section, and the default values of keys that it may leave out."""
     kind = TEXT_TYPES.get(str(section.get("model_type")))
-    stated = section.get("architectures")
+    architectures = section.get("architectures")
     if tower.architecture is not None:
         return tower.architecture, {} if kind is None else kind.defaults
     if kind is not None:
         return kind.architecture, kind.defaults
-    if isinstance(stated, list) and stated:
-        return str(stated[0]), {}
+    if isinstance(architectures, list) and architectures:
+        return str(architectures[0]), {}
     raise ModelError(
         f"architecture {name} has a text model of type {section.get('model_type')!r}, which is not supported; "
         f"supported: {', '.join(sorted(TEXT_TYPES))}"

@@ -79,8 +79,8 @@ class Tracer:
 
     def __init__(self, config: ObservabilityConfig, model: str, exporter: SpanExporter | None = None) -> None:
         assert config.otlp_traces_endpoint is not None
-        named = "OTEL_SERVICE_NAME" in os.environ
-        resource = Resource.create(None if named else {SERVICE_NAME: "pagoda"})
+        has_service_name = "OTEL_SERVICE_NAME" in os.environ
+        resource = Resource.create(None if has_service_name else {SERVICE_NAME: "pagoda"})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter or _exporter(config.otlp_traces_endpoint)))
         self._tracer = self._provider.get_tracer("pagoda")

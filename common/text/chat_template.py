@@ -499,17 +499,17 @@ def _literal_spans(
     read: list[list[_Found]] = []
     for joins in (True, False):
         shown = [markers.in_message(message, joins) for message in messages]
-        found = markers.found(render(shown, markers.in_value(documents)))
-        if found not in read:
-            read.append(found)
+        shown_markers = markers.found(render(shown, markers.in_value(documents)))
+        if shown_markers not in read:
+            read.append(shown_markers)
     plain = [_Found(match[0], False) for match in pattern.finditer(text)]
     # These are the template's own: in this rendering no message has any.
     template_tokens = [token for token in read[0] if not token.is_literal]
-    for found in (*read, plain):
-        same = [token.text for token in found] == [token.text for token in plain]
-        if same and [token for token in found if not token.is_literal] == template_tokens:
+    for shown_markers in (*read, plain):
+        same = [token.text for token in shown_markers] == [token.text for token in plain]
+        if same and [token for token in shown_markers if not token.is_literal] == template_tokens:
             spans = (match.span() for match in pattern.finditer(text))
-            return tuple(span for span, token in zip(spans, found) if token.is_literal)
+            return tuple(span for span, token in zip(spans, shown_markers) if token.is_literal)
     raise RequestError(
         "messages",
         f"the chat template changes a message that contains the special token {markers.example!r}, so that it cannot "
@@ -564,14 +564,14 @@ class _Markers:
     def found(self, rendered: str) -> list[_Found]:
         """Return the special tokens of a rendering and its markers, in order."""
         names = {marker: text for text, marker in self._kinds.items()}
-        found = []
+        matches = []
         start = 0
         for marker in self._marker.finditer(rendered):
             between = rendered[start : marker.start()]
-            found += [_Found(match[0], False) for match in self._pattern.finditer(between)]
-            found.append(_Found(names.get(marker[0], ""), True))
+            matches += [_Found(match[0], False) for match in self._pattern.finditer(between)]
+            matches.append(_Found(names.get(marker[0], ""), True))
             start = marker.end()
-        return found + [_Found(match[0], False) for match in self._pattern.finditer(rendered[start:])]
+        return matches + [_Found(match[0], False) for match in self._pattern.finditer(rendered[start:])]
 
     def _in_parts(self, parts: Sequence[Any]) -> list[Any]:
         """Return parts with markers, where a special token that is split over parts is one in the first of them."""

@@ -327,9 +327,9 @@ _DEFAULT_IDS: Final = {"bos_token": 101, "unk_token": 100, "sep_token": 102, "pa
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     prefix = "tokenizer.chat_template."
-    named = {key.removeprefix(prefix): str(value) for key, value in metadata.items() if key.startswith(prefix)}
+    templates = {key.removeprefix(prefix): str(value) for key, value in metadata.items() if key.startswith(prefix)}
     default = metadata.get("tokenizer.chat_template")
-    return named if default is None else {**named, "default": str(default)}
+    return templates if default is None else {**templates, "default": str(default)}
 
 
 def _need(metadata: Mapping[str, Any], key: str) -> Any:

@@ -101,8 +101,8 @@ def _literal(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
     for id, token in backend.get_added_tokens_decoder().items():
         data = _spell_byte_level(token.content)
         text = token.content.encode()
-        known = backend.model.token_to_id(token.content) is not None
-        if data != text and not (known and _NOT_IN_UTF8.isdisjoint(data)):
+        is_in_model = backend.model.token_to_id(token.content) is not None
+        if data != text and not (is_in_model and _NOT_IN_UTF8.isdisjoint(data)):
             tokens[id] = text
     return tokens
 

@@ -145,8 +145,8 @@ def _missing(folder: Path) -> str:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    named = {role: _token_text(config.get(role)) for role in ROLES}
-    return {role: text for role, text in named.items() if text is not None}
+    token_texts = {role: _token_text(config.get(role)) for role in ROLES}
+    return {role: text for role, text in token_texts.items() if text is not None}
 
 
 def _token_text(token: object) -> str | None:
@@ -158,15 +158,15 @@ def _token_text(token: object) -> str | None:
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
     """Add the tokens that the config names and the backend lacks: first those listed by id, then special tokens."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    added_texts = {token.content for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
     by_id = [_added_token(listed[key]) for key in sorted(listed, key=int)]
-    backend.add_tokens([token for token in by_id if token.content not in known])
-    known.update(token.content for token in by_id)
+    backend.add_tokens([token for token in by_id if token.content not in added_texts])
+    added_texts.update(token.content for token in by_id)
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
     names: Iterable[object] = extra.values() if isinstance(extra, Mapping) else extra
     wanted = [*special.values(), *(text for name in names if (text := _token_text(name)) is not None)]
-    new = [text for text in dict.fromkeys(wanted) if text not in known]
+    new = [text for text in dict.fromkeys(wanted) if text not in added_texts]
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in new])
 
 

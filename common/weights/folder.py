@@ -129,14 +129,14 @@ def _open(path: Path, kind: str) -> WeightFile:
 
 
 def _open_all(paths: list[Path], kind: str) -> list[tuple[WeightFile, list[str]]]:
-    seen: dict[str, Path] = {}
+    files_by_tensor: dict[str, Path] = {}
     result = []
     for path in paths:
         file = _open(path, kind)
         for name in file.sizes:
-            if name in seen:
-                raise WeightError(f"{path}: tensor {name} is in {seen[name].name} too")
-            seen[name] = path
+            if name in files_by_tensor:
+                raise WeightError(f"{path}: tensor {name} is in {files_by_tensor[name].name} too")
+            files_by_tensor[name] = path
         result.append((file, list(file.sizes)))
     return result
 

@@ -104,14 +104,14 @@ def with_equal_head(
 
 def _checked_head(rules: Sequence[Rule], tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
     index = _index([rule for rule in _reading(rules) if not {"embed", "head"}.isdisjoint(_targets(rule))])
-    found: dict[str, tuple[str, Value]] = {}
+    values: dict[str, tuple[str, Value]] = {}
     for name, tensor in tensors:
         yield name, tensor
         for target in {target for rule in index.get(name, ()) for target in _targets(rule)} & {"embed", "head"}:
-            found[target] = (name, tensor)
-            if len(found) == 2:
-                _check_equal(embed=found["embed"], head=found["head"])
-                found.clear()
+            values[target] = (name, tensor)
+            if len(values) == 2:
+                _check_equal(embed=values["embed"], head=values["head"])
+                values.clear()
 
 
 _ROWS_COMPARED: Final = 1024  # Rows compared at a time, so that no table of gigabytes is copied.
@@ -121,14 +121,14 @@ def _check_equal(*, embed: tuple[str, Value], head: tuple[str, Value]) -> None:
     """Raise WeightError unless two tensors, each with its name, have the same values. Rows of zeros may follow."""
     embed_name, table = embed
     head_name, values = head
-    how = "is quantised apart"
+    problem = "is quantised apart"
     if not isinstance(table, QuantizedTensor) and not isinstance(values, QuantizedTensor):
         if _equal(table, values):
             return
-        how = "differs"
+        problem = "differs"
     raise WeightError(
-        f"tensor {head_name} {how} from {embed_name}, but config.json says with tie_word_embeddings that the head is "
-        "the embedding table; to use the stored head, pass --hf-overrides '{\"tie_word_embeddings\": false}'"
+        f"tensor {head_name} {problem} from {embed_name}, but config.json says with tie_word_embeddings that the head "
+        "is the embedding table; to use the stored head, pass --hf-overrides '{\"tie_word_embeddings\": false}'"
     )
 
 
@@ -194,8 +194,8 @@ def merge_adapter(tensors: Iterable[tuple[str, Value]], adapter: MergedAdapter) 
     """
     waiting: dict[str, dict[str, Float32]] = {}
     for name, tensor in tensors:
-        module, found, part = name.partition(_PARAMETRIZED)
-        if not found:
+        module, separator, part = name.partition(_PARAMETRIZED)
+        if not separator:
             yield name, tensor
             continue
         tensor = _values_of_blocks(tensor)

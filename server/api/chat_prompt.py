@@ -335,12 +335,12 @@ def _ignored_documents(
     return (Ignored("documents", "hint", reason),)
 
 
-def _effort_variables(effort: str | None, known: frozenset[str]) -> dict[str, Any]:
+def _effort_variables(effort: str | None, known_variables: frozenset[str]) -> dict[str, Any]:
     """Return the variables that set the effort, of those that the template reads."""
     if effort is None:
         return {}
-    variables: dict[str, Any] = {"reasoning_effort": effort} if "reasoning_effort" in known else {}
-    return variables | {name: effort != "none" for name in _SWITCHES if name in known}
+    variables: dict[str, Any] = {"reasoning_effort": effort} if "reasoning_effort" in known_variables else {}
+    return variables | {name: effort != "none" for name in _SWITCHES if name in known_variables}
 
 
 def _ignored_effort(state: ServerState, conversation: Conversation, variables: frozenset[str]) -> tuple[Ignored, ...]:
@@ -500,9 +500,9 @@ def checked_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
     if len(tools) > MAX_TOOLS:
         raise RequestError("tools", f"there are {len(tools)} tools; at most {MAX_TOOLS} are allowed")
     by_name: dict[str, Tool] = {}
-    for index, given in enumerate(tools):
+    for index, offered in enumerate(tools):
         path = f"tools[{index}]"
-        tool = _checked_tool(path, given)
+        tool = _checked_tool(path, offered)
         if tool.name in by_name:
             raise RequestError(f"{path}.function.name", f"two tools have the name {tool.name!r}")
         by_name[tool.name] = tool
@@ -531,8 +531,8 @@ def _checked_tool(path: str, tool: object) -> Tool:
     return Tool(function["name"], function.get("parameters") or {}, bool(function.get("strict")))
 
 
-def _only_known(path: str, value: Mapping[str, Any], known: Mapping[str, Any] | frozenset[str]) -> None:
-    unknown = next((key for key in value if key not in known), None)
+def _only_known(path: str, value: Mapping[str, Any], known_keys: Mapping[str, Any] | frozenset[str]) -> None:
+    unknown = next((key for key in value if key not in known_keys), None)
     if unknown is not None:
         raise RequestError(f"{path}.{str(unknown)[:80]}", f"{path} has no field {str(unknown)[:80]!r}")
 
@@ -555,10 +555,10 @@ def _callable_tools(state: ServerState, conversation: Conversation) -> list[Tool
         raise RequestError("tool_choice", "tool_choice needs tools")
     if choice == "required":
         return tools
-    named = [tool for tool in tools if tool.name == choice.name]
-    if not named:
+    chosen = [tool for tool in tools if tool.name == choice.name]
+    if not chosen:
         raise RequestError("tool_choice", f"tool_choice names {choice.name[:128]!r}, which is not among the tools")
-    return named
+    return chosen
 
 
 # Grammars, as structural tags, of output that may call tools in the model's own format.

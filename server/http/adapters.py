@@ -63,9 +63,9 @@ def lora_modules(entries: Sequence[str]) -> list[LoraModule]:
 
 
 def _module(values: Any) -> LoraModule:
-    known = ("name", "path", "base_model_name")
-    if not isinstance(values, dict) or not all(key in known and isinstance(values[key], str) for key in values):
-        raise ConfigError(_FLAG, f"{values!r} is not an object with the texts {', '.join(known)}")
+    keys = ("name", "path", "base_model_name")
+    if not isinstance(values, dict) or not all(key in keys and isinstance(values[key], str) for key in values):
+        raise ConfigError(_FLAG, f"{values!r} is not an object with the texts {', '.join(keys)}")
     return LoraModule(values.get("name", ""), values.get("path", ""), values.get("base_model_name"))
 
 

@@ -63,8 +63,8 @@ async def read_json(request: Request, config: ServerConfig) -> bytes:
 
 
 async def _read(request: Request, limit: int) -> bytes:
-    stated = request.headers.get("content-length", "")
-    if stated.isascii() and stated.isdigit() and int(stated[:20]) > limit:
+    length_text = request.headers.get("content-length", "")
+    if length_text.isascii() and length_text.isdigit() and int(length_text[:20]) > limit:
         raise _too_large(limit)
     raw = bytearray()
     try:
@@ -316,9 +316,9 @@ class RequestBody(BaseModel):
         if undeclared:
             yield from (Ignored(_joined(path, name), "unknown") for name in undeclared)
             undeclared.clear()
-        given = self.model_fields_set
+        set_fields = self.model_fields_set
         for name, field in _examined_fields(type(self)):
-            if name in given:
+            if name in set_fields:
                 yield from _ignored_within(getattr(self, name), field, _joined(path, name))
 
     @classmethod
@@ -508,24 +508,24 @@ def _request_error(raw: bytes, error: ValidationError) -> RequestError:
     return RequestError(field, f"{field}: {_lowered(chosen['msg'])}")
 
 
-def _deepest(errors: Sequence[ErrorDetails], given: Any) -> tuple[_Parts, ErrorDetails]:
+def _deepest(errors: Sequence[ErrorDetails], value: Any) -> tuple[_Parts, ErrorDetails]:
     """Return the deepest error within the value of the first error: of a union, the closest alternative's."""
-    located = [(_parts(error["loc"], given, error["type"] == "missing"), error) for error in errors[:_MAX_COMPARED]]
+    located = [(_parts(error["loc"], value, error["type"] == "missing"), error) for error in errors[:_MAX_COMPARED]]
     first = located[0][0]
     within = [candidate for candidate in located if candidate[0][: len(first)] == first]
     return max(within, key=lambda candidate: len(candidate[0]))
 
 
-def _parts(loc: _Parts, given: Any, missing: bool) -> _Parts:
+def _parts(loc: _Parts, value: Any, missing: bool) -> _Parts:
     """Return the path of an error within the given JSON, without the union tags that pydantic adds."""
     if not loc:
         return ()
     part = loc[0]
     following = loc[1:]
-    skipped = _parts(following, given, missing)
-    known = part in given if isinstance(given, dict) else isinstance(given, list) and part in range(len(given))
-    if known:
-        taken = (part, *_parts(following, given[part], missing))
+    skipped = _parts(following, value, missing)
+    is_known = part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value))
+    if is_known:
+        taken = (part, *_parts(following, value[part], missing))
     elif missing and not following:
         taken = (part,)
     else:
@@ -541,8 +541,8 @@ def _path(parts: _Parts) -> str:
     return path[:200]
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name.rsplit(".", 1)[-1], known, n=1)
+def _nearest(name: str, known_names: list[str]) -> str:
+    near = difflib.get_close_matches(name.rsplit(".", 1)[-1], known_names, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

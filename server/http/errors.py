@@ -85,13 +85,13 @@ def http_error(error: BaseException) -> HttpError:
         case QueueFullError():
             return HttpError(429, str(error))
         case EngineUnavailableError():
-            return HttpError(503, error.told)
+            return HttpError(503, error.client_message)
         case UnavailableError() | SleepError() | AbortedError():
             return HttpError(503, str(error))
         case RequestTimeoutError():
             return HttpError(504, str(error))
         case EngineDeadError():
-            return HttpError(500, error.told)
+            return HttpError(500, error.client_message)
         case PluginError():
             return HttpError(500, str(error))
         case _:

@@ -160,14 +160,14 @@ class StructuredFields(RequestBody):
 
     def structure(self) -> StructuredOutputsParams | None:
         """Return the output constraint; None for unconstrained text. Raise RequestError naming the field."""
-        given = self._given()
-        if len(given) > 1:
-            for name in given:
+        constraints = self._given()
+        if len(constraints) > 1:
+            for name in constraints:
                 self._constraint(name)  # An invalid constraint is reported first.
-            first, second = given[:2]
+            first, second = constraints[:2]
             raise RequestError(second, f"{second} and {first} both constrain the output; leave one of them out")
-        constraint = self._constraint(given[0]) if given else None
-        if self.guided_whitespace_pattern is not None and "guided_json" not in given:
+        constraint = self._constraint(constraints[0]) if constraints else None
+        if self.guided_whitespace_pattern is not None and "guided_json" not in constraints:
             raise RequestError("guided_whitespace_pattern", "guided_whitespace_pattern needs guided_json")
         return constraint
 
@@ -516,16 +516,16 @@ class SamplingFields(StructuredFields, ClientHints):
         Raise RequestError for two values.
         """
         own_name, value = self.own_value(name)
-        given = {own_name: value} | {alias: getattr(self, alias) for alias in OTHER_NAMES[name]}
-        given = {alias: value for alias, value in given.items() if value is not None}
-        if len(given) > 1:
-            given = {alias: value for alias, value in given.items() if value not in _UNSAID[name]} or given
-        if len(given) > 1:
-            given.pop(_OF_CONTEXT, None)
-        if len(set(given.values())) > 1:
-            first, second = list(given)[:2]
+        values = {own_name: value} | {alias: getattr(self, alias) for alias in OTHER_NAMES[name]}
+        values = {alias: value for alias, value in values.items() if value is not None}
+        if len(values) > 1:
+            values = {alias: value for alias, value in values.items() if value not in _UNSAID[name]} or values
+        if len(values) > 1:
+            values.pop(_OF_CONTEXT, None)
+        if len(set(values.values())) > 1:
+            first, second = list(values)[:2]
             raise RequestError(second, f"{second} and {first} are the same field and differ; leave one of them out")
-        return next(iter(given.items()), (own_name, None))
+        return next(iter(values.items()), (own_name, None))
 
     @property
     def token_limit(self) -> int | None:
@@ -537,10 +537,10 @@ class SamplingFields(StructuredFields, ClientHints):
         """Return the arguments of EXTRA_SAMPLERS that are set."""
         arguments: dict[str, float] = {}
         for sampler in EXTRA_SAMPLERS.values():
-            given = {name: getattr(self, name) for name in sampler.arguments if getattr(self, name) is not None}
+            set_arguments = {name: getattr(self, name) for name in sampler.arguments if getattr(self, name) is not None}
             switch = next(iter(sampler.arguments))
-            if given.get(switch, sampler.arguments[switch].neutral) != sampler.arguments[switch].neutral:
-                arguments |= given
+            if set_arguments.get(switch, sampler.arguments[switch].neutral) != sampler.arguments[switch].neutral:
+                arguments |= set_arguments
         return arguments
 
     def sampling_params(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
@@ -693,12 +693,12 @@ LIST = "<list>"
 """Tags of a union of a string and a list."""
 
 
-def by_type(*known: str) -> Discriminator:
+def by_type(*known_types: str) -> Discriminator:
     """Return a discriminator: `<type>` for the known types, else OTHER."""
 
     def tag(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return f"<{kind}>" if kind in known else OTHER
+        return f"<{kind}>" if kind in known_types else OTHER
 
     return Discriminator(tag)
 

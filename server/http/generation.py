@@ -106,8 +106,17 @@ def _shown_prompt(prompt: PromptType, limit: int | None) -> str:
         case str():
             return f"prompt {shortened(prompt, limit)!r}"
         case Mapping():
-            known = {"prompt": "", "prompt_token_ids": "", "encoder_prompt": "encoder ", "decoder_prompt": "decoder "}
-            parts = [known[name] + _shown_prompt(prompt[name], limit) for name in known if prompt.get(name) is not None]
+            field_prefixes = {
+                "prompt": "",
+                "prompt_token_ids": "",
+                "encoder_prompt": "encoder ",
+                "decoder_prompt": "decoder ",
+            }
+            parts = [
+                field_prefixes[name] + _shown_prompt(prompt[name], limit)
+                for name in field_prefixes
+                if prompt.get(name) is not None
+            ]
             return ", ".join(parts) or ", ".join(prompt)
         case _:
             return _shown_ids(prompt, limit)

@@ -78,8 +78,8 @@ class ApiPeers:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            asked = await reader.read(1)
-            writer.write(msgspec.msgpack.encode(self._report(asked == _ALL)))
+            question = await reader.read(1)
+            writer.write(msgspec.msgpack.encode(self._report(question == _ALL)))
             await writer.drain()
         except OSError:
             pass

@@ -458,8 +458,8 @@ async def with_pauses(items: AsyncGenerator[T, None], seconds: float) -> AsyncGe
         try:
             while True:
                 pending = pending or asyncio.ensure_future(anext(items))
-                done, _ = await asyncio.wait({pending}, timeout=seconds)
-                if not done:
+                finished, _ = await asyncio.wait({pending}, timeout=seconds)
+                if not finished:
                     yield None
                     continue
                 item = pending.result()
@@ -663,7 +663,7 @@ class ApiKeyMiddleware:
     def _match(self, key: str) -> bytes | None:
         """Return the key's digest if it is valid. Compares with all keys, each in constant time."""
         digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        matches = [hmac.compare_digest(digest, known_digest) for known_digest in self._digests]
         return digest if any(matches) else None
 
 
@@ -677,13 +677,13 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")[:MAX_ID_LENGTH]
+        request_id = Headers(scope=scope).get(REQUEST_ID_HEADER, "")[:MAX_ID_LENGTH]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                if given:
-                    headers.update(id_header(given))
+                if request_id:
+                    headers.update(id_header(request_id))
                 else:
                     headers.setdefault(REQUEST_ID_HEADER, uuid.uuid4().hex)
             await send(message)

@@ -310,11 +310,11 @@ class DelimiterSet:
     __slots__ = ("_first_chars", "_longest", "_pattern", "_prefixes")
 
     def __init__(self, texts: Iterable[str]) -> None:
-        known = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
-        self._pattern = re.compile("|".join(map(re.escape, known)) if known else r"(?!)")
-        self._prefixes = frozenset(text[:end] for text in known for end in range(1, len(text)))
-        self._first_chars = "".join(sorted({text[0] for text in known}))
-        self._longest = max(map(len, known), default=0)
+        ordered = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
+        self._pattern = re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
+        self._prefixes = frozenset(text[:end] for text in ordered for end in range(1, len(text)))
+        self._first_chars = "".join(sorted({text[0] for text in ordered}))
+        self._longest = max(map(len, ordered), default=0)
 
     def split(self, text: str, *, final: bool = False) -> tuple[str, str, str]:
         """Return (text before the first delimiter, the delimiter or "", remainder).

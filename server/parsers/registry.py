@@ -199,10 +199,10 @@ def _resolve(kind: _FormatKind, name: str, plugin: str) -> Any:
     if added is None:
         problem = f"defines no dictionary {kind.table}, nor registers a parser {name!r} as vLLM's plugins do"
         raise ConfigError(kind.plugin_flag, f"{plugin} {problem}")
-    known = sorted({*added, *kind.builtin, *installed})
-    closest = [_CLOSEST[name]] if name in _CLOSEST else get_close_matches(name, known, 1)
-    hint = f"; the closest is {closest[0]}" if closest and closest[0] in known else ""
-    raise ConfigError(kind.flag, f"unknown format {name!r}; use one of {', '.join(known)}{hint}")
+    names = sorted({*added, *kind.builtin, *installed})
+    closest = [_CLOSEST[name]] if name in _CLOSEST else get_close_matches(name, names, 1)
+    hint = f"; the closest is {closest[0]}" if closest and closest[0] in names else ""
+    raise ConfigError(kind.flag, f"unknown format {name!r}; use one of {', '.join(names)}{hint}")
 
 
 def _builtin(kind: _FormatKind, name: str) -> Any:

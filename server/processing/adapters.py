@@ -59,9 +59,9 @@ class AdapterRegistry:
 
     def add(self, adapter: Adapter) -> bool:
         """Note an adapter as loaded. False if its number was."""
-        known = adapter.number in self._added
+        is_added = adapter.number in self._added
         self._added[adapter.number] = adapter
-        return not known
+        return not is_added
 
     def remove(self, number: int) -> bool:
         """Forget a loaded adapter. False if there is none of that number."""

@@ -83,11 +83,11 @@ class TextOptions:
     @classmethod
     def of(cls, values: Mapping[str, Any] | None) -> TextOptions:
         """Build options from `tokenization_kwargs`. Raises RequestError naming the field."""
-        known = {field.name for field in fields(cls)}
+        known_keys = {field.name for field in fields(cls)}
         for name in values or ():
-            if name not in known:
+            if name not in known_keys:
                 raise RequestError(
-                    "tokenization_kwargs", f"unknown option {str(name)[:40]!r}; use {', '.join(sorted(known))}"
+                    "tokenization_kwargs", f"unknown option {str(name)[:40]!r}; use {', '.join(sorted(known_keys))}"
                 )
         options = cls(**(values or {}))
         keep = options.truncate_prompt_tokens
@@ -357,10 +357,10 @@ class InputProcessor:
         both = EncoderPrompt(read.text, read.token_ids)
         if decoder is None:
             return replace(read, text=None, token_ids=list(encoder.decoder_start), encoder=both)
-        stated = self._parse(decoder, TextOptions(add_special_tokens=False), None, self._check_count)
+        decoder_prompt = self._parse(decoder, TextOptions(add_special_tokens=False), None, self._check_count)
         start = list(encoder.decoder_start[:1])
-        ids = stated.token_ids if stated.token_ids[:1] == start else start + stated.token_ids
-        return replace(read, text=stated.text, token_ids=ids, encoder=both)
+        ids = decoder_prompt.token_ids if decoder_prompt.token_ids[:1] == start else start + decoder_prompt.token_ids
+        return replace(read, text=decoder_prompt.text, token_ids=ids, encoder=both)
 
     def _parse(
         self, prompt: PromptType, options: TextOptions, keep: int | None, check: Callable[[int], None]
@@ -479,8 +479,8 @@ class InputProcessor:
 
     def unread(self, extra_args: Mapping[str, Any]) -> list[str]:
         """Return the entries of `extra_args` that no logits processor reads."""
-        known = self._read_arguments
-        return [] if known is None else [name for name in extra_args if name not in known]
+        read_arguments = self._read_arguments
+        return [] if read_arguments is None else [name for name in extra_args if name not in read_arguments]
 
     def _check_extra_args(self, extra_args: Mapping[str, Any]) -> None:
         unread = self.unread(extra_args)

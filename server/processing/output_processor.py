@@ -151,14 +151,14 @@ class OutputProcessor:
                         self._tracer.record(_pooling_trace(prepared, output, now))
                 continue
             request = sequence.request
-            known = len(sequence.token_ids)
-            if not known:
+            num_tokens = len(sequence.token_ids)
+            if not num_tokens:
                 self._take_first(sequence, output)
             if sequence.take(output):
                 stopped.append(output.request_id)
             if output.num_preemptions:
                 sequence.metrics.num_preemptions = output.num_preemptions
-            if new_tokens := len(sequence.token_ids) - known:
+            if new_tokens := len(sequence.token_ids) - num_tokens:
                 _count_tokens(sequence, new_tokens, now, self._events)
             if sequence.finish_reason is not None:
                 sequence.metrics.is_complete = True

@@ -34,10 +34,10 @@ class ScoreOptions:
 
 def texts_of(field: str, value: object) -> list[str]:
     """Return one text or several as a list. Raises RequestError."""
-    many = value if isinstance(value, list | tuple) else [value]
-    if not many:
+    entries = value if isinstance(value, list | tuple) else [value]
+    if not entries:
         raise RequestError(field, f"{field} is empty")
-    return [_text(field if many is not value else f"{field}[{index}]", item) for index, item in enumerate(many)]
+    return [_text(field if entries is not value else f"{field}[{index}]", item) for index, item in enumerate(entries)]
 
 
 def _text(path: str, value: object) -> str:

@@ -210,11 +210,11 @@ def add_explain_config(parser: argparse.ArgumentParser) -> None:
 
 def resolve_settings(args: argparse.Namespace, *tables: Mapping[str, Setting]) -> ResolvedSettings:
     """Merge flags, the file of `--config` and the environment. Raise ConfigError."""
-    known = {name: setting for table in tables for name, setting in table.items()}
-    flags = {name: Sourced(value, "flag") for name, value in given(name_model(args), known.values()).items()}
+    settings_by_name = {name: setting for table in tables for name, setting in table.items()}
+    flags = {name: Sourced(value, "flag") for name, value in given(name_model(args), settings_by_name.values()).items()}
     path = getattr(args, "config", None)
-    file = from_file(path, known) if path is not None else {}
-    return merge_layers(known, flags, file, from_environment(tables))
+    file = from_file(path, settings_by_name) if path is not None else {}
+    return merge_layers(settings_by_name, flags, file, from_environment(tables))
 
 
 def name_model(args: argparse.Namespace) -> argparse.Namespace:
@@ -225,9 +225,9 @@ def name_model(args: argparse.Namespace) -> argparse.Namespace:
     model = getattr(args, "model", tag)
     if model != tag:
         raise ConfigError("--model", f"{model} differs from the positional MODEL {tag}; give one of them")
-    named = copy(args)
-    named.model = tag
-    return named
+    with_model = copy(args)
+    with_model.model = tag
+    return with_model
 
 
 def resolve_flags(args: argparse.Namespace, settings: Mapping[str, Setting]) -> dict[str, Any]:
@@ -283,10 +283,10 @@ class FlagParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
         """Parse all arguments; exit with status 2 for an unknown one."""
-        known, unknown = self.parse_known_args(args, namespace)
+        namespace_read, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.unknown(unknown)
-        return known
+        return namespace_read
 
     def unknown(self, words: Sequence[str]) -> NoReturn:
         """Exit with status 2 and one line that names the first unknown flag and its nearest match."""
@@ -354,12 +354,12 @@ class ScriptParser(FlagParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
         """Parse all arguments. Raise ConfigError for an invalid value."""
-        known = super().parse_args(args, namespace)
+        parsed = super().parse_args(args, namespace)
         if namespace is not None or not self.settings:
-            return known
-        path = vars(known).pop("config", None)
+            return parsed
+        path = vars(parsed).pop("config", None)
         file = {} if path is None else {name: sourced.value for name, sourced in from_file(path, self.settings).items()}
-        return DefaultsNamespace(self.settings, {**file, **vars(known), **given(known, self.settings.values())})
+        return DefaultsNamespace(self.settings, {**file, **vars(parsed), **given(parsed, self.settings.values())})
 
 
 class DefaultsNamespace(argparse.Namespace):

@@ -52,10 +52,10 @@ def _file(model: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _checked(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    known = (*SAMPLING_KEYS, _EOS)
-    unknown = [key for key in overrides if key not in known]
+    known_keys = (*SAMPLING_KEYS, _EOS)
+    unknown = [key for key in overrides if key not in known_keys]
     if unknown:
-        raise ConfigError("--override-generation-config", f"{unknown[0]} is not supported; use {', '.join(known)}")
+        raise ConfigError("--override-generation-config", f"{unknown[0]} is not supported; use {', '.join(known_keys)}")
     return overrides
 
 

@@ -63,9 +63,9 @@ class Page:
         return frozenset(spelling for group in self.groups for flag in group.flags for spelling in flag.spellings)
 
 
-def help_text(page: Page, what: str) -> str:
+def help_text(page: Page, topic: str) -> str:
     """Return the text of `--help=what`. Raise ConfigError if nothing matches."""
-    word = what.strip().lower()
+    word = topic.strip().lower()
     if not word:
         return overview(page)
     if word == "listgroup":
@@ -137,14 +137,14 @@ def _group(group: Group) -> str:
 def _search(page: Page, name: str, word: str) -> str:
     """Return the flags with the word in their name or help. Raise ConfigError if there are none."""
     flags = [flag for group in page.groups for flag in group.flags]
-    named = [flag for flag in flags if any(name in flag_name for flag_name in flag.names)]
-    described = [flag for flag in flags if flag not in named and word in _text(flag).lower()]
-    if not named and not described:
-        known = [flag_name for flag in flags for flag_name in flag.names] + [group.name for group in page.groups]
-        near = did_you_mean(name, known) or "; try --help=listgroup"
+    matching = [flag for flag in flags if any(name in flag_name for flag_name in flag.names)]
+    described = [flag for flag in flags if flag not in matching and word in _text(flag).lower()]
+    if not matching and not described:
+        known_names = [flag_name for flag in flags for flag_name in flag.names] + [group.name for group in page.groups]
+        near = did_you_mean(name, known_names) or "; try --help=listgroup"
         raise ConfigError("--help", f"no group, flag or help text matches {word!r}{near}")
     parts = []
-    for title, matches in ((f"Flags named {name}:", named), (f"Flags that mention {word}:", described)):
+    for title, matches in ((f"Flags named {name}:", matching), (f"Flags that mention {word}:", described)):
         if matches:
             parts.append("\n".join([title, *_columns((_synopsis(flag), _text(flag)) for flag in matches)]))
     return "\n\n".join(parts)
@@ -207,8 +207,8 @@ def _text(flag: Flag) -> str:
 
 def describe(setting: Setting, values: Sequence[str] = ()) -> str:
     """Return a flag's help with its choices, default and status. `values`: its values if it has no choices."""
-    known = values or setting.choices
-    choices = f" (one of {', '.join(known)})" if known and "{" not in metavar(setting) else ""
+    values_or_choices = values or setting.choices
+    choices = f" (one of {', '.join(values_or_choices)})" if values_or_choices and "{" not in metavar(setting) else ""
     default = "" if _is_plain(setting.default) else f" (default: {default_text(setting)})"
     status = "" if status_text(setting) == "implemented" else f" [{status_text(setting)}]"
     return f"{setting.option.help}{choices}{default}{status}"

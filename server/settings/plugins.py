@@ -71,8 +71,8 @@ def load_general_plugins(config: EngineConfig) -> None:
         elif name in of_vllm:
             _run_of_vllm(name, of_vllm[name])
         else:
-            known = _names({**plugins, **of_vllm})
-            raise ConfigError(_PLUGINS, f"plugin {name!r} is not installed; installed: {known}")
+            names = _names({**plugins, **of_vllm})
+            raise ConfigError(_PLUGINS, f"plugin {name!r} is not installed; installed: {names}")
 
 
 def _run(name: str, plugin: Any, config: EngineConfig) -> None:

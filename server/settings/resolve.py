@@ -200,8 +200,8 @@ def resolve(
     if config.model.disable_sliding_window:
         spec, model = _without_windows(spec, model)
     world_size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
-    found, block_size = _machine(config, backend, world_size)
-    platform = platform or found
+    detected, block_size = _machine(config, backend, world_size)
+    platform = platform or detected
     resolved = resolve_limits(config, platform=platform, usage=usage, block_size=block_size, model=model)
     limits = resolved.limits
     if isinstance(spec, ModelSpec):

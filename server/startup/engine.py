@@ -372,8 +372,8 @@ def check_assembly(resolved: Resolved, module: BackendModule) -> Assembly:
     options = backend_options(resolved, sampler_options(config, view, resolved.backend))
     assembly = Assembly(scheduler_of(config, _drafter(resolved)), options)
     if config.cache.num_gpu_blocks_override is not None:
-        stated = stated_blocks(resolved.layout, resolved.limits, config.cache.num_gpu_blocks_override)
-        _fit(config, resolved.limits, resolved.layout, stated)
+        stated_count = stated_blocks(resolved.layout, resolved.limits, config.cache.num_gpu_blocks_override)
+        _fit(config, resolved.limits, resolved.layout, stated_count)
     if config.parallel.nnodes == 1:  # With several hosts the devices are known once the hosts have met.
         num_blocks = module.check(assembly.options)
         if num_blocks is not None:

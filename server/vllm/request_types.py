@@ -202,7 +202,7 @@ def shows_options(options: type, **defaults: object) -> Callable[[MethodT], Meth
 
     def decorate(method: MethodT) -> MethodT:
         signature = inspect.signature(method)
-        named = [
+        named_parameters = [
             parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
         ]
         shown = [
@@ -215,7 +215,7 @@ def shows_options(options: type, **defaults: object) -> Callable[[MethodT], Meth
             for name, annotation in options.__annotations__.items()
             if name not in signature.parameters
         ]
-        method.__signature__ = signature.replace(parameters=[*named, *shown])  # type: ignore[attr-defined]
+        method.__signature__ = signature.replace(parameters=[*named_parameters, *shown])  # type: ignore[attr-defined]
         return method
 
     return decorate

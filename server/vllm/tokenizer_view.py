@@ -127,8 +127,8 @@ class HfTokenizer:
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """Return the id of a token, or the ids of several; of unknown ones that of the unknown token, or None."""
         if isinstance(tokens, str):
-            found = self._tokenizer.backend.token_to_id(tokens)
-            return self.unk_token_id if found is None else found
+            token_id = self._tokenizer.backend.token_to_id(tokens)
+            return self.unk_token_id if token_id is None else token_id
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
@@ -171,10 +171,10 @@ class HfTokenizer:
             )
             for messages in ([conversation] if single else conversation)
         ]
-        given = texts[0] if single else texts
+        rendered = texts[0] if single else texts
         if not tokenize:
-            return given
-        tokens = self(given, add_special_tokens=False, return_tensors=return_tensors)
+            return rendered
+        tokens = self(rendered, add_special_tokens=False, return_tensors=return_tensors)
         return tokens if return_dict else tokens.input_ids
 
     def get_vocab(self) -> dict[str, int]:

@@ -53,9 +53,9 @@ class DrafterFamily:
 
     def known_name(self, name: str) -> str:
         """Return the name that the rules know a tensor by."""
-        for prefix, known in self.renames:
+        for prefix, rule_prefix in self.renames:
             if name.startswith(prefix):
-                return known + name.removeprefix(prefix)
+                return rule_prefix + name.removeprefix(prefix)
         return name
 
 

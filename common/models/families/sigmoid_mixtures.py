@@ -509,13 +509,13 @@ _MIMO_ATTENTION: Final = {0: "full_attention", 1: "sliding_attention"}
 _MIMO_FFN: Final = {0: "dense", 1: "sparse"}
 
 
-def _mimo_named_kinds(config: HfConfig, key: str, named: str, names: dict[int, str]) -> None:
+def _mimo_named_kinds(config: HfConfig, key: str, target_key: str, names: dict[int, str]) -> None:
     """Take the kinds of the layers from a list of numbers, where the file has that instead of their names."""
     numbers: list[Any] = config.opt(key, list, [])
     if not set(numbers) <= set(names):
         raise config.error(key, f"is {numbers}; it must be a list of {sorted(names)}")
     if numbers:
-        config.default(named, [names[number] for number in numbers])
+        config.default(target_key, [names[number] for number in numbers])
         config.set(key, None)
 
 

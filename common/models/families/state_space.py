@@ -229,12 +229,12 @@ def _jamba(config: HfConfig) -> ModelSpec:
     return pre_norm_decoder(config, mixers, ffns, norm)
 
 
-def _mamba_every(config: HfConfig, what: str, period: int, offset: int) -> tuple[int, int]:
+def _mamba_every(config: HfConfig, kind: str, period: int, offset: int) -> tuple[int, int]:
     """Return the period and the offset of a kind of layer. `period`, `offset`: the family's defaults."""
-    period = config.opt_size(f"{what}_period", period)
-    offset = config.opt(f"{what}_offset", int, offset)
+    period = config.opt_size(f"{kind}_period", period)
+    offset = config.opt(f"{kind}_offset", int, offset)
     if not 0 <= offset < period:
-        raise config.error(f"{what}_offset", f"is {offset}; it must be less than {what}_period {period}")
+        raise config.error(f"{kind}_offset", f"is {offset}; it must be less than {kind}_period {period}")
     return period, offset
 
 
@@ -376,11 +376,13 @@ def _granite_hybrid(config: HfConfig) -> ModelSpec:
     config.ignore("init_method")
     layers = config.size("num_hidden_layers")
     norm = rms_norm(config, 1e-6)
-    named = config.opt("layer_types", list, config.opt("layers_block_type", list, ["mamba"] * layers))
-    if len(named) != layers or not set(named) <= _GRANITE4_KINDS.keys():
-        raise config.error("layer_types", f"is {named}; it must have {layers} entries of {', '.join(_GRANITE4_KINDS)}")
+    stated_kinds = config.opt("layer_types", list, config.opt("layers_block_type", list, ["mamba"] * layers))
+    if len(stated_kinds) != layers or not set(stated_kinds) <= _GRANITE4_KINDS.keys():
+        raise config.error(
+            "layer_types", f"is {stated_kinds}; it must have {layers} entries of {', '.join(_GRANITE4_KINDS)}"
+        )
     mixers: dict[str, Mixer] = {"attention": _granite4_attention(config), "mamba": hybrid_mamba2(config, norm)}
-    kinds = [mixers[_GRANITE4_KINDS[name]] for name in named]
+    kinds = [mixers[_GRANITE4_KINDS[name]] for name in stated_kinds]
     spec = pre_norm_decoder(config, kinds, [_granite4_ffn(config)] * layers, norm)
     scale = config.opt("residual_multiplier", float, 1.0)
     return replace(
@@ -468,10 +470,10 @@ def _nemotron_h(config: HfConfig) -> ModelSpec:
 def _nemotron_h_kinds(config: HfConfig) -> list[str]:
     """Return the kind of each layer, from its letter in `hybrid_override_pattern` or from `layers_block_type`."""
     pattern = config.opt("hybrid_override_pattern", str, "")
-    named = config.opt(
+    stated_kinds = config.opt(
         "layer_types", list, config.opt("layers_block_type", list, [_NEMOTRON_H_LETTERS.get(c, c) for c in pattern])
     )
-    kinds = [_NEMOTRON_H_OTHER_NAMES.get(kind, kind) for kind in named]
+    kinds = [_NEMOTRON_H_OTHER_NAMES.get(kind, kind) for kind in stated_kinds]
     unknown = set(kinds) - set(_NEMOTRON_H_LETTERS.values())
     if unknown or not kinds:
         problem = f"has {unknown.pop()!r}" if unknown else "is empty"

@@ -102,13 +102,13 @@ class _Part:
 
 def _all_parts(opened: _Part, count: int) -> list[_Part]:
     """Open the other parts of a split model, which lie beside this one; the first has the metadata."""
-    named = SPLIT_NAME.search(opened.path.name)
-    if named is None or int(named["count"]) != count:
+    split_name = SPLIT_NAME.search(opened.path.name)
+    if split_name is None or int(split_name["count"]) != count:
         raise WeightError(
             f"{opened.path}: is one of {count} parts of a split model, but is not named NAME-00001-of-{count:05}.gguf; "
             "give the parts their names again, or merge them (llama-gguf-split --merge)"
         )
-    stem = opened.path.name[: named.start()]
+    stem = opened.path.name[: split_name.start()]
     paths = [opened.path.with_name(f"{stem}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
     return [opened if path == opened.path else _Part(path) for path in paths]
 

@@ -77,7 +77,7 @@ class ExpertParameter:
 
 
 def expert_parameter(
-    module: str, shape: tuple[int, int], names: Sequence[str], rules: Sequence[Rule], known: Mapping[str, Param]
+    module: str, shape: tuple[int, int], names: Sequence[str], rules: Sequence[Rule], params: Mapping[str, Param]
 ) -> ExpertParameter | None:
     """Return the parameter that a wrapper adapts; None if it is that of an ordinary module.
 
@@ -91,9 +91,9 @@ def expert_parameter(
     for name in names:
         # The code of transformers stacks experts that checkpoints have one by one.
         for among in (rules, FUSED_EXPERT_RULES):
-            match = match_tensor(among, f"{stem}.{name}", known)
-            found = None if match is None else _parameter(f"{stem}.{name}", match, known, of_family=among is rules)
-            candidates += [] if found is None else [found]
+            match = match_tensor(among, f"{stem}.{name}", params)
+            parameter = None if match is None else _parameter(f"{stem}.{name}", match, params, of_family=among is rules)
+            candidates += [] if parameter is None else [parameter]
     if not candidates:
         return None
     for candidate in candidates:
@@ -106,8 +106,10 @@ def expert_parameter(
     )
 
 
-def _parameter(name: str, match: TensorMatch, known: Mapping[str, Param], *, of_family: bool) -> ExpertParameter | None:
-    params = tuple(known[target] for target in match.targets)
+def _parameter(
+    name: str, match: TensorMatch, known_params: Mapping[str, Param], *, of_family: bool
+) -> ExpertParameter | None:
+    params = tuple(known_params[target] for target in match.targets)
     if not isinstance(match.rule, Rename | Split) or any(len(param.shape) != 3 for param in params):
         return None
     transpose = match.rule.transpose

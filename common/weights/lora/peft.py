@@ -76,9 +76,9 @@ class _Config:
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of a module's product, whose matrices have that rank. Raises ModelError for another one."""
-        stated = _by_pattern(self.ranks, module, self.rank)
-        if stated != rank:
-            raise ModelError(f"{CONFIG_FILE}: r is {stated} for {module}, its matrices have {rank}")
+        rank_of_module = _by_pattern(self.ranks, module, self.rank)
+        if rank_of_module != rank:
+            raise ModelError(f"{CONFIG_FILE}: r is {rank_of_module} for {module}, its matrices have {rank}")
         alpha = _by_pattern(self.alphas, module, self.alpha)
         return alpha / (sqrt(rank) if self.rank_stabilised else rank)
 
@@ -190,8 +190,8 @@ def _open(folder: Path) -> WeightFile:
 
 def _check_other(name: str, file: WeightFile, base: BaseModel) -> None:
     """Raise ModelError for a tensor that is no LoRA matrix, unless it is a copy of the base model's embeddings."""
-    module, found, _ = name.removeprefix(_PREFIX).partition(".base_layer.weight")
-    if not found:
+    module, separator, _ = name.removeprefix(_PREFIX).partition(".base_layer.weight")
+    if not separator:
         raise ModelError(f"{file.path}: tensor {name} is no LoRA matrix; merge the adapter into the checkpoint")
     shape = file.tensor(name).shape
     match = match_tensor(base.rules, f"{module}.weight", {**base.params, **base.adaptable})

@@ -153,12 +153,12 @@ _MEDIA: Final = frozenset({"image", "audio", "video"})
 """Types of blocks that are refused; those of unknown types are dropped."""
 
 
-def _block_of(*known: str) -> Discriminator:
+def _block_of(*known_types: str) -> Discriminator:
     """Return a discriminator: `<type>` for the known types, MEDIA for those that are refused, else OTHER."""
 
     def tag(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        if kind in known:
+        if kind in known_types:
             return f"<{kind}>"
         return OTHER if isinstance(kind, str) and kind not in _MEDIA else MEDIA
 
@@ -431,8 +431,8 @@ class AnthropicCountTokensRequest(RequestBody):
         parallel = not choice.disable_parallel_tool_use
         if choice.type == "tool" and choice.name is not None:
             return NamedTool(choice.name), parallel
-        named: dict[str, Choice] = {"any": "required", "none": "none"}
-        return named.get(choice.type, "auto" if self._offered() else "none"), parallel
+        choices: dict[str, Choice] = {"any": "required", "none": "none"}
+        return choices.get(choice.type, "auto" if self._offered() else "none"), parallel
 
     def _offered(self) -> list[tuple[str, CustomTool | ClientTool]]:
         """Return the tools that the model may call, each with its path."""
@@ -511,11 +511,11 @@ class AnthropicMessagesRequest(AnthropicCountTokensRequest):
             "top_p": self.top_p,
             "extra_args": self.vllm_xargs,
         }
-        known = {name: value for name, value in defaults.items() if values.get(name) is None}
+        applicable = {name: value for name, value in defaults.items() if values.get(name) is None}
         format = self._format
         try:
             return SamplingParams.from_optional(
-                **values | known,
+                **values | applicable,
                 stop=self.stop_sequences,
                 structured_outputs=None if format is None else StructuredOutputsParams(json=format.schema_),
                 thinking_token_budget=self._budget(thinks),

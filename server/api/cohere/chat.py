@@ -111,7 +111,7 @@ class CohereChatRequest(RequestBody):
 
     def params(self, defaults: Mapping[str, Any], *, thinks: bool) -> SamplingParams:
         """Return the SamplingParams. `defaults`: the model's. `thinks`: a thinking budget can be kept."""
-        given: dict[str, Any] = {
+        request_values: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "seed": self.seed,
@@ -120,9 +120,9 @@ class CohereChatRequest(RequestBody):
             "top_k": self.k,
             "top_p": self.p,
         }
-        known = {name: value for name, value in defaults.items() if given.get(name) is None}
+        applicable = {name: value for name, value in defaults.items() if request_values.get(name) is None}
         return SamplingParams.from_optional(
-            **given | known,
+            **request_values | applicable,
             stop=self.stop_sequences,
             logprobs=0 if self.logprobs else None,
             structured_outputs=self._structure(),

@@ -62,8 +62,8 @@ class CohereEmbedRequest(RequestBody):
         if self.input_type is None:
             return texts
         if self.input_type not in prefixes:
-            known = f"use one of {', '.join(sorted(prefixes))}" if prefixes else "leave it out"
-            raise RequestError("input_type", f"Unsupported input_type {self.input_type[:80]!r}; {known}")
+            remedy = f"use one of {', '.join(sorted(prefixes))}" if prefixes else "leave it out"
+            raise RequestError("input_type", f"Unsupported input_type {self.input_type[:80]!r}; {remedy}")
         return [prefixes[self.input_type] + text for text in texts]
 
     @property

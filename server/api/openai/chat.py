@@ -302,9 +302,9 @@ def ignored_of_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Ignored]:
             yield from _unknown_keys(f"{where}.function", function, FUNCTION_KEYS)
 
 
-def _unknown_keys(where: str, value: Mapping[str, Any], known: Collection[str]) -> Iterator[Ignored]:
+def _unknown_keys(where: str, value: Mapping[str, Any], known_keys: Collection[str]) -> Iterator[Ignored]:
     for key in value:
-        if key not in known:
+        if key not in known_keys:
             yield Ignored(f"{where}.{key[:80]}", "unknown", f"{where} has no field {key[:80]!r}")
 
 
@@ -314,11 +314,11 @@ def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _known_fields(tool: Mapping[str, Any]) -> dict[str, Any]:
-    known = {key: value for key, value in tool.items() if key in TOOL_KEYS}
+    known_items = {key: value for key, value in tool.items() if key in TOOL_KEYS}
     function = tool.get("function")
     if isinstance(function, Mapping):
-        known["function"] = {key: value for key, value in function.items() if key in FUNCTION_KEYS}
-    return known
+        known_items["function"] = {key: value for key, value in function.items() if key in FUNCTION_KEYS}
+    return known_items
 
 
 _MAY_BE_ABSENT: Final = ("assistant", "tool", "function")

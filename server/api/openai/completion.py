@@ -74,8 +74,8 @@ class CompletionRequest(SamplingFields):
     @property
     def embeds(self) -> list[str]:
         """The prompts given as embeddings; their choices come first. Raises RequestError."""
-        given = self.prompt_embeds
-        embeds = [given] if isinstance(given, str) else given or []
+        tensors = self.prompt_embeds
+        embeds = [tensors] if isinstance(tensors, str) else tensors or []
         if len(embeds) > MAX_PROMPTS:
             raise RequestError(
                 "prompt_embeds", f"prompt_embeds has {len(embeds)} prompts; at most {MAX_PROMPTS} are allowed"

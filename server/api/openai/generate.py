@@ -74,13 +74,13 @@ class GenerateRequest(RequestBody):
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the SamplingParams. `defaults`: the model's generation config. Raise RequestError."""
-        given = {name: value for name, value in self.sampling_params.items() if name not in _SET_BY_STREAM}
-        given = {"max_tokens": defaults.get("max_tokens")} | given
+        values = {name: value for name, value in self.sampling_params.items() if name not in _SET_BY_STREAM}
+        values = {"max_tokens": defaults.get("max_tokens")} | values
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         try:
-            for name in _OBJECTS.keys() & given.keys():
-                given[name] = _object(name, given[name])
-            params = SamplingParams.from_optional(**given, output_kind=kind)
+            for name in _OBJECTS.keys() & values.keys():
+                values[name] = _object(name, values[name])
+            params = SamplingParams.from_optional(**values, output_kind=kind)
         except RequestError as error:
             message = str(error)
             prefix = "" if error.field not in _FIELDS else "sampling_params."
@@ -97,10 +97,10 @@ def _object(name: str, value: Any) -> Any:
     if value is None:
         return None
     kind = _OBJECTS[name]
-    known = {field.name for field in dataclasses.fields(kind)}
+    known_keys = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(value, dict):
         raise RequestError(name, f"{name} must be an object")
-    if unknown := sorted(value.keys() - known):
+    if unknown := sorted(value.keys() - known_keys):
         raise RequestError(name, f"{name}.{unknown[0][:100]} is unknown")
     return kind(**value)
 

@@ -95,9 +95,9 @@ class ScoreRequest(ScoringFields):
         for pair in FIELD_PAIRS:
             if present == set(pair):
                 return pair
-        known = ", ".join(" and ".join(pair) for pair in FIELD_PAIRS)
+        pairs = ", ".join(" and ".join(pair) for pair in FIELD_PAIRS)
         lone = next((other for pair in FIELD_PAIRS for name, other in (pair, pair[::-1]) if present == {name}), None)
-        raise RequestError(lone or "text_1", f"give one of these pairs of fields: {known}")
+        raise RequestError(lone or "text_1", f"give one of these pairs of fields: {pairs}")
 
     def sides(self) -> tuple[list[str], list[str]]:
         """Return the texts of both sides. Raise RequestError."""

@@ -304,8 +304,8 @@ def _compare(load: ThroughputConfig, dataset: DatasetConfig, settings: ResolvedS
             f"{spec.name:<16}{versions[spec.name]:<22}{'' if size is None else f'{size / 1e6:.0f}':>14}"
             f"{engines[spec.name]['median']:>18.2f}{'' if ratio is None else f'{ratio:.2f} x':>18}"
         )
-    known = [size for size in sizes.values() if size is not None]
-    if known and max(known) > UNEQUAL_WEIGHTS * min(known):
+    known_sizes = [size for size in sizes.values() if size is not None]
+    if known_sizes and max(known_sizes) > UNEQUAL_WEIGHTS * min(known_sizes):
         print("The engines read weights of different sizes: this compares formats, too, not engines alone.")
     first = specs[0].name
     outputs = sum(work.outputs)

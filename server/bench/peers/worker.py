@@ -33,8 +33,8 @@ def offline_engine(module: str, options: dict[str, Any]) -> Generate:
 
     def generate(prompts: list[list[int]], outputs: list[int]) -> int:
         params = [engine.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in outputs]
-        done = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        return sum(len(output.outputs[0].token_ids) for output in done)
+        outputs_of_prompts = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs_of_prompts)
 
     return generate
 

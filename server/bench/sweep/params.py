@@ -25,9 +25,9 @@ class Combination:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Combination:
         """Return a combination that is named after its values unless it has a name."""
-        given = {key: value for key, value in values.items() if key != NAME_KEY}
+        flags = {key: value for key, value in values.items() if key != NAME_KEY}
         name = values.get(NAME_KEY)
-        return cls(str(name) if name else "-".join(f"{key}={value}" for key, value in given.items()), given)
+        return cls(str(name) if name else "-".join(f"{key}={value}" for key, value in flags.items()), flags)
 
     def with_value(self, key: str, value: Any) -> Combination:
         """Return a combination of the same name in which a flag is replaced."""

@@ -57,8 +57,8 @@ def pareto_point(run: Run, config: ParetoConfig) -> ParetoPoint | None:
     if users is None or throughput is None:
         return None
     devices = device_count(run, config.gpu_count_var)
-    known = {**run, "gpu_count": f"{devices:g}"}
-    label = ", ".join(f"{name}={known[name]}" for name in config.label_by if known.get(name) is not None)
+    numbers = {**run, "gpu_count": f"{devices:g}"}
+    label = ", ".join(f"{name}={numbers[name]}" for name in config.label_by if numbers.get(name) is not None)
     return ParetoPoint(throughput / users, throughput / devices, label)
 
 

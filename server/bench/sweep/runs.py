@@ -154,12 +154,14 @@ class SweptServer:
 def run_command(command: Sequence[str], output: int | None) -> None:
     """Raises PagodaError if the command fails or does not exist."""
     try:
-        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+        completed = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
     except OSError as error:
         raise PagodaError(f"{command[0]}: {error.strerror}") from None
-    if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise PagodaError(f"{shlex.join(command)} ended with status {done.returncode}: {lines[-1] if lines else ''}")
+    if completed.returncode:
+        lines = [line.strip() for line in completed.stderr.splitlines() if line.strip()]
+        raise PagodaError(
+            f"{shlex.join(command)} ended with status {completed.returncode}: {lines[-1] if lines else ''}"
+        )
 
 
 @contextlib.contextmanager

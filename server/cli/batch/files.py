@@ -68,8 +68,8 @@ class _OutsideOnly(HTTPRedirectHandler):
 def _is_public(url: str) -> bool:
     """Return whether all addresses of a URL's host are public."""
     parts = urlsplit(url)
-    found = socket.getaddrinfo(parts.hostname, parts.port or parts.scheme, type=socket.SOCK_STREAM)
-    return all(ip_address(str(address[0]).partition("%")[0]).is_global for *_, address in found)
+    addresses = socket.getaddrinfo(parts.hostname, parts.port or parts.scheme, type=socket.SOCK_STREAM)
+    return all(ip_address(str(address[0]).partition("%")[0]).is_global for *_, address in addresses)
 
 
 def opened(

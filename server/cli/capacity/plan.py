@@ -118,10 +118,10 @@ def run(args: argparse.Namespace) -> int:
     return 0 if any(row.plan is not None and not row.why for row in rows) else 1
 
 
-def _hardware(given: str | None, planner: PlannerModule) -> Sequence[str]:
-    if given is None:
+def _hardware(value: str | None, planner: PlannerModule) -> Sequence[str]:
+    if value is None:
         return planner.chip_names()
-    names = [name.strip().lower() for name in given.split(",") if name.strip()]
+    names = [name.strip().lower() for name in value.split(",") if name.strip()]
     for name in names:
         planner.devices_per_chip(name)
     return list(dict.fromkeys(names))
@@ -286,14 +286,14 @@ def table(rows: Sequence[Row], plan: PlanConfig, target: ServiceTarget, load: Pl
 
 
 def _headings(plan: PlanConfig, percentile: str, *, timed: bool) -> tuple[str, ...]:
-    asked = ("replicas", "chips") if plan.request_rate is not None else ("chips",)
+    counts = ("replicas", "chips") if plan.request_rate is not None else ("chips",)
     price = ("price/h",) if plan.price is not None else ()
-    what = (
+    speeds = (
         ("req/s", "tok/s", f"TTFT {percentile}", f"TPOT {percentile}")
         if timed
         else ("seconds", "req/s", "tok/s", "TPOT")
     )
-    return ("hardware", "tp", *asked, *price, "seqs", "batched tokens", "weights", "KV cache", "KV tokens", *what)
+    return ("hardware", "tp", *counts, *price, "seqs", "batched tokens", "weights", "KV cache", "KV tokens", *speeds)
 
 
 def _cells(row: Row, plan_config: PlanConfig, *, timed: bool) -> tuple[str, ...]:
@@ -302,13 +302,13 @@ def _cells(row: Row, plan_config: PlanConfig, *, timed: bool) -> tuple[str, ...]
     limits = row.plan.limits
     memory = row.plan.memory
     measures = row.measures
-    asked = (f"{row.replicas}", f"{row.chips}") if plan_config.request_rate is not None else (f"{row.chips}",)
+    counts = (f"{row.replicas}", f"{row.chips}") if plan_config.request_rate is not None else (f"{row.chips}",)
     price = (("-" if row.price is None else f"{row.price:.2f}",)) if plan_config.price is not None else ()
     speed = (f"{row.rate:.2f}", f"{measures.output_tokens_per_second:.0f}")
     latencies = measures.percentile if timed else measures.mean
     ttft, tpot = (f"{1e3 * latencies[name]:.0f} ms" for name in ("ttft", "tpot"))
-    what = (*speed, ttft, tpot) if timed else (f"{measures.seconds:.2f}", *speed, tpot)
+    speeds = (*speed, ttft, tpot) if timed else (f"{measures.seconds:.2f}", *speed, tpot)
     tokens = (min(memory.num_blocks) - 1) * limits.block_size
     sizes = (f"{memory.weights / _GIB:.1f} GiB", f"{memory.kv_cache / _GIB:.1f} GiB", f"{tokens}")
     batch = (f"{limits.max_num_seqs}", f"{limits.max_num_batched_tokens}")
-    return (row.hardware, f"{row.tensor_parallel}", *asked, *price, *batch, *sizes, *what)
+    return (row.hardware, f"{row.tensor_parallel}", *counts, *price, *batch, *sizes, *speeds)

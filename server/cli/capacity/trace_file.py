@@ -104,9 +104,9 @@ def _prompt(line: TraceLine, index: int, tokens: Int64, seed: int) -> list[int]:
     size = line.hash_block_size
     length = line.num_prompt
     shared = [np.random.default_rng((seed, 1, hash_id)).choice(tokens, size) for hash_id in map(abs, line.hash_ids)]
-    known = np.concatenate([*shared, np.zeros(0, np.int64)])[:length]
-    unshared = np.random.default_rng((seed, 0, index)).choice(tokens, length - len(known))
-    return [*known.tolist(), *unshared.tolist()]
+    shared_ids = np.concatenate([*shared, np.zeros(0, np.int64)])[:length]
+    unshared = np.random.default_rng((seed, 0, index)).choice(tokens, length - len(shared_ids))
+    return [*shared_ids.tolist(), *unshared.tolist()]
 
 
 def timed_request(

@@ -81,10 +81,10 @@ def _environment() -> Lines:
 
     Other PAGODA_ and VLLM_ variables are listed by name only: their values may be secret.
     """
-    known = {name for variable in VARIABLES for name in variable.names}
-    known |= {setting.variable for settings in COMMAND_SETTINGS.values() for setting in settings.values()}
+    known_names = {name for variable in VARIABLES for name in variable.names}
+    known_names |= {setting.variable for settings in COMMAND_SETTINGS.values() for setting in settings.values()}
     for name in sorted(os.environ):
-        if name in known or _FAMILIES.fullmatch(name):
+        if name in known_names or _FAMILIES.fullmatch(name):
             yield name, HIDDEN if is_secret(name) else repr(os.environ[name])
         elif name.startswith(PREFIXES):
             yield name, f"{HIDDEN} (not read)"

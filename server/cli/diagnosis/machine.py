@@ -67,14 +67,14 @@ def memory() -> tuple[int, int]:
 def gpus() -> tuple[list[str], str]:
     """Return a line per NVIDIA GPU, and the error of nvidia-smi or ""."""
     try:
-        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
+        completed = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
     except FileNotFoundError:
         return [], "nvidia-smi is not installed"
     except (OSError, subprocess.SubprocessError) as error:
         return [], f"nvidia-smi does not answer: {type(error).__name__}"
-    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    if done.returncode:
-        return [], f"nvidia-smi: {(lines or [done.stderr.strip()])[0]}"
+    lines = [line.strip() for line in completed.stdout.splitlines() if line.strip()]
+    if completed.returncode:
+        return [], f"nvidia-smi: {(lines or [completed.stderr.strip()])[0]}"
     return lines, ""
 
 

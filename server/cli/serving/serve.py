@@ -166,11 +166,11 @@ def check_processes(engine: EngineConfig, server: ServerConfig) -> None:
             "--api-server-count",
             "requests of one process cannot be stopped by another; drop it, or --enable-sleep-mode",
         )
-    for flag, given in (
+    for flag, is_set in (
         ("--restart-engine", engine.runtime.restart_engine),
         ("--exit-on-stuck-engine", engine.runtime.exit_on_stuck_engine),
     ):
-        if given:
+        if is_set:
             raise ConfigError(flag, "needs one API server process; drop it or --api-server-count")
     if ALLOW_RUNTIME_LORA_UPDATING.read():
         raise ConfigError(

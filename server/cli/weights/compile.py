@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
         schemes=resolved.schemes,
         batch_invariant=resolved.config.model.batch_invariant,
     )
-    stated = ("max_model_len" if resolved.pooling is None else "max_num_batched_tokens") in settings.sources
-    report = compiler.compile_ahead(target, options, largest=config.budget_only, stated=stated)
+    states_limit = ("max_model_len" if resolved.pooling is None else "max_num_batched_tokens") in settings.sources
+    report = compiler.compile_ahead(target, options, largest=config.budget_only, stated=states_limit)
     print(report)
     write_results(config.output_json, report.as_json())
     if config.output is not None:

@@ -99,9 +99,9 @@ def _quantise(engine: EngineConfig, method: str, folder: Path) -> str:
         progress = hugging_face_tensors(hf_config["architectures"][0], family, parameters, weights)
     uses = tensor_uses(family.rules, parameters)
     exported = write_quantized(progress, uses, parameters, method, dtype, folder)
-    named = {} if dtype is None else {"dtype": dtype}
-    unquantized = {key: value for key, value in hf_config.items() if not named or key != "torch_dtype"}
-    _write_json(folder / "config.json", {**unquantized, **named, "quantization_config": exported.config})
+    dtype_key = {} if dtype is None else {"dtype": dtype}
+    unquantized = {key: value for key, value in hf_config.items() if not dtype_key or key != "torch_dtype"}
+    _write_json(folder / "config.json", {**unquantized, **dtype_key, "quantization_config": exported.config})
     return exported.summary
 
 
@@ -116,8 +116,10 @@ def _resolved(model: str, settings: ResolvedSettings) -> Resolved:
 def _engine_config(model: str, settings: ResolvedSettings) -> EngineConfig:
     """Return the configuration of an engine for the source model. Raises ConfigError."""
     defaults = {name: setting.default for name, setting in ENGINE_SETTINGS.items()}
-    given = {name: value for name, value in settings.values.items() if SETTINGS[name] is ENGINE_SETTINGS.get(name)}
-    values = {**defaults, **given, "model": model, "backend": _BACKEND, "runner": "generate"}
+    engine_values = {
+        name: value for name, value in settings.values.items() if SETTINGS[name] is ENGINE_SETTINGS.get(name)
+    }
+    values = {**defaults, **engine_values, "model": model, "backend": _BACKEND, "runner": "generate"}
     return EngineArgs.from_resolved(replace(settings, values=values)).create_engine_config()
 
 

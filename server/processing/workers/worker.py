@@ -346,9 +346,9 @@ class TemplateRenderer:
         with self._lock:
             if name in self._variables:
                 self._variables.move_to_end(name)
-                known: Future[frozenset[str]] = Future()
-                known.set_result(self._variables[name])
-                return known
+                variables: Future[frozenset[str]] = Future()
+                variables.set_result(self._variables[name])
+                return variables
         return self.submit(lane, partial(self._inspect, template, name, lane))
 
     def _inspect(self, template: str, name: bytes, lane: Lane) -> frozenset[str]:

@@ -78,35 +78,35 @@ def profiler_of(settings: Mapping[str, Any]) -> ProfilerConfig | None:
 
     Keys that are null count as not given. Raise ConfigError naming the key and the remedy.
     """
-    given = {key: value for key, value in settings.items() if value is not None}
-    for key, value in given.items():
+    set_keys = {key: value for key, value in settings.items() if value is not None}
+    for key, value in set_keys.items():
         if key in _REFUSED_KEYS:
             harmless, why = _REFUSED_KEYS[key]
             if value != harmless or type(value) is not type(harmless):
                 raise ConfigError(FLAG, f"{key} {value!r} is not supported: {why}")
         elif key not in _KEYS:
             raise ConfigError(FLAG, f"{key} is unknown{did_you_mean(key, _KEYS)}; drop it")
-    given = {key: value for key, value in given.items() if key in _KEYS}
-    _check_types(given)
-    profiler = given.get("profiler")
+    set_keys = {key: value for key, value in set_keys.items() if key in _KEYS}
+    _check_types(set_keys)
+    profiler = set_keys.get("profiler")
     if profiler == "cuda":
         raise ConfigError(FLAG, "profiler cuda is not supported: start the server under nsys, or use torch")
     if profiler is not None and profiler != _PROFILER:
         raise ConfigError(FLAG, f"profiler {profiler!r} is unknown; use torch")
     if profiler is None:
-        if given:
-            raise ConfigError(FLAG, f"{next(iter(given))} has no effect without profiler; set profiler to torch")
+        if set_keys:
+            raise ConfigError(FLAG, f"{next(iter(set_keys))} has no effect without profiler; set profiler to torch")
         return None
-    folder = given.get(_DIR, "")
+    folder = set_keys.get(_DIR, "")
     if not folder:
         raise ConfigError(FLAG, f"profiler torch needs {_DIR}; set it to a folder for the traces")
     if _URI.match(folder):
         raise ConfigError(FLAG, f"{_DIR} {folder!r} is no local path; name a folder")
-    return ProfilerConfig(**given)
+    return ProfilerConfig(**set_keys)
 
 
-def _check_types(given: Mapping[str, Any]) -> None:
-    for key, value in given.items():
+def _check_types(set_keys: Mapping[str, Any]) -> None:
+    for key, value in set_keys.items():
         if key in _SWITCHES:
             if not isinstance(value, bool):
                 raise ConfigError(FLAG, f"{key} must be true or false, not {value!r}")

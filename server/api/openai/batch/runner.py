@@ -186,13 +186,13 @@ class BatchRunner:
 
     def _restore(self) -> None:
         """Read the batches of an earlier server process."""
-        found = []
+        batches = []
         for path in self._state.files.folder.glob("batch_*.json"):
             try:
-                found.append(msgspec.json.decode(path.read_bytes(), type=Batch))
+                batches.append(msgspec.json.decode(path.read_bytes(), type=Batch))
             except msgspec.DecodeError as error:
                 raise ConfigError("--files-dir", f"{path}: {error}; remove it, or use another folder") from None
-        for batch in sorted(found, key=lambda batch: batch.created_at):
+        for batch in sorted(batches, key=lambda batch: batch.created_at):
             self._batches[batch.id] = batch
 
     def _fail(self, batch: Batch, code: str, message: str) -> None:
@@ -342,7 +342,7 @@ def check_lines(source: IO[bytes], endpoint: str, max_bytes: int) -> tuple[int, 
     `max_bytes`: of a line; a longer one is not read to its end.
     """
     errors: list[dict[str, Any]] = []
-    seen: set[str] = set()
+    custom_ids: set[str] = set()
     total = 0
 
     def note(code: str, message: str, line: int | None = None, param: str | None = None) -> None:
@@ -366,10 +366,10 @@ def check_lines(source: IO[bytes], endpoint: str, max_bytes: int) -> tuple[int, 
             continue
         if request.url != endpoint:
             note("mismatched_url", f"url {request.url} is not the batch's endpoint {endpoint}", number, "url")
-        if request.custom_id in seen:
+        if request.custom_id in custom_ids:
             message = f"custom_id {request.custom_id[:100]!r} is used by an earlier line"
             note("duplicate_custom_id", message, number, "custom_id")
-        seen.add(request.custom_id)
+        custom_ids.add(request.custom_id)
     if not total:
         note("empty_file", "the file has no requests")
     return total, errors

@@ -258,8 +258,10 @@ def _object_of(arguments: str) -> dict[str, Any]:
 
 def _shell_action(arguments: str) -> dict[str, Any]:
     """Return the action of a local_shell_call. A command that is one text is run by a shell."""
-    given = _object_of(arguments)
-    command, directory, timeout, env = (given.get(key) for key in ("command", "working_directory", "timeout_ms", "env"))
+    command_arguments = _object_of(arguments)
+    command, directory, timeout, env = (
+        command_arguments.get(key) for key in ("command", "working_directory", "timeout_ms", "env")
+    )
     if isinstance(command, str):
         command = ["bash", "-lc", command]
     return {

@@ -134,8 +134,8 @@ def _context_of(state: ServerState, body: ResponsesRequest, owner: bytes) -> _Co
         earlier = ITEMS.validate_json(b"[%b]" % b",".join(conversation.items.values()))
     else:
         earlier = _earlier_items(state, body.previous_response_id, owner)
-    given = _without_references(state, items_of(body.input), owner)
-    return _Context([*earlier, *with_ids(given)], len(earlier), conversation)
+    items = _without_references(state, items_of(body.input), owner)
+    return _Context([*earlier, *with_ids(items)], len(earlier), conversation)
 
 
 def _without_references(state: ServerState, items: list[Item], owner: bytes) -> list[Item]:

@@ -81,8 +81,8 @@ class FunctionTool(_ToolFields):
 
     def offered(self, path: str, namespace: str | None = None) -> Iterator[OfferedTool]:
         definition = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
-        known = {key: value for key, value in definition.items() if value is not None}
-        yield OfferedTool(path=path, name=self.name, namespace=namespace, definition=known)
+        set_keys = {key: value for key, value in definition.items() if value is not None}
+        yield OfferedTool(path=path, name=self.name, namespace=namespace, definition=set_keys)
 
     def shown(self) -> dict[str, Any]:
         return self.model_dump(include={"type", "name", "description", "parameters", "strict"})
