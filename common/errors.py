@@ -99,7 +99,7 @@ class SleepError(PagodaError):
 
 
 class EngineDeadError(PagodaError, RuntimeError):
-    """The engine stopped. The message has the cause, and what the operator may do; `client_message` is what clients read."""
+    """The engine stopped. The message has the cause and what the operator may do; clients read `client_message`."""
 
     client_message = "the engine has ended; the server's log says why"
 
