@@ -26,8 +26,8 @@ from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.tpu_host import chips_env, tpu_chips
 from pagoda.common.errors import ConfigError
+from pagoda.common.weights.quantization.schemes import Scheme
 from pagoda.common.weights.quantization.support import SchemeSupport
-from pagoda.common.weights.quantization.tensors import Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ def quantizes(name: str, method: str) -> bool:
 
 def load_scheme_support(name: str) -> Callable[[Scheme, bool], SchemeSupport]:
     """Import what a backend declares of quantised matrices, without the packages that it computes with."""
-    module = importlib.import_module(f"pagoda.backends.{_entry(name).name}.supported")
+    module = importlib.import_module(f"pagoda.backends.{_entry(name).name}.schemes")
     return cast(Callable[[Scheme, bool], SchemeSupport], module.scheme_support)
 
 

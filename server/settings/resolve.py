@@ -60,7 +60,7 @@ from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.quantization.config import QuantizationConfig, parameter_schemes
 from pagoda.common.weights.quantization.on_the_fly import schemes_on_the_fly
 from pagoda.common.weights.quantization.read import read_quantization, without_quantization
-from pagoda.common.weights.quantization.tensors import Scheme
+from pagoda.common.weights.quantization.schemes import Scheme
 from pagoda.common.weights.rules import sources as tensor_sources
 from pagoda.common.weights.rules import stored_schemes
 from pagoda.common.weights.sharded import ShardedCheckpoint

@@ -33,7 +33,8 @@ from pagoda.common.weights.checkpoint import open_checkpoint
 from pagoda.common.weights.quantization.config import parameter_schemes
 from pagoda.common.weights.quantization.on_the_fly import METHODS, quantize_on_the_fly, scheme_of
 from pagoda.common.weights.quantization.read import join_scales, read_quantization, without_quantization
-from pagoda.common.weights.quantization.tensors import Float8, Int4, QuantizedTensor, Scheme
+from pagoda.common.weights.quantization.schemes import Float8, Int4, Scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.common.weights.rules import apply_rules, sources
 from pagoda.common.weights.sharded import read_manifest
 from pagoda.server.cli import main

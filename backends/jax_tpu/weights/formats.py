@@ -17,11 +17,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.backends.jax_tpu.schemes import ops_of
 from pagoda.backends.jax_tpu.weights.arrange import MatrixFormat, Path, Placement
 from pagoda.backends.jax_tpu.weights.placement import placements
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization.tensors import Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme, and_more
+from pagoda.common.weights.quantization.schemes import Scheme
+from pagoda.common.weights.quantization.tensors import and_more
 from pagoda.kernels_pallas.chips import ChipInfo
 
 logger = logging.getLogger(__name__)
@@ -115,21 +117,11 @@ def _runtime_format(method: str, chip: ChipInfo, *, experts: bool) -> MatrixForm
 
 def _stored_format(scheme: Scheme, chip: ChipInfo, *, experts: bool) -> MatrixFormat | None:
     """Return the format of a checkpoint's scheme; None: it is dequantised."""
-    rounded = getattr(scheme, "activations", None) is not None
-    match scheme:
-        case Int8(group=str(), offsets=True) | Int8(ordered=True) | Int4(ordered=True):
-            return None
-        case Float8(group=str()):
-            return MatrixFormat(chip.float8, chip.multiplies_float8 and rounded, experts)
-        case Int8(group=str()):
-            return MatrixFormat("int8", chip.int8 and rounded, experts)
-        case Float8(group=(_, inputs)):
-            return MatrixFormat(chip.float8, for_kernel=True, group=inputs)
-        case Int8(group=(_, inputs)):
-            return MatrixFormat("int8", for_kernel=True, group=inputs, shifted=scheme.offsets)
-        case Int4(group=(_, inputs)):
-            return MatrixFormat("int4", for_kernel=True, group=inputs, shifted=scheme.offsets)
-        case Mxfp4() | Nvfp4():
-            return MatrixFormat("e2m1", for_kernel=True, group=scheme.group[1])
-        case _:
-            return None
+    product = ops_of(scheme).product(scheme)
+    if product is None:
+        return None
+    numbers = chip.float8 if product.numbers == "float8" else product.numbers
+    if product.group is not None:
+        return MatrixFormat(numbers, for_kernel=True, group=product.group, shifted=product.shifted)
+    multiplied = chip.multiplies_float8 if product.numbers == "float8" else chip.int8
+    return MatrixFormat(numbers, multiplied and scheme.activations is not None, experts)

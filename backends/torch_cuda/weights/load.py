@@ -21,7 +21,7 @@ from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix, 
 from pagoda.backends.torch_cuda.model.mixers.registry import ops_of
 from pagoda.backends.torch_cuda.model.parameters import Empty, Matrix, Pack, RankParams
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
-from pagoda.backends.torch_cuda.supported import packed_scheme
+from pagoda.backends.torch_cuda.schemes import packed_scheme
 from pagoda.backends.torch_cuda.weights.arrange import RankLayout, TensorSlice
 from pagoda.backends.torch_cuda.weights.quantized_layout import (
     MIN_GROUP,
@@ -37,23 +37,13 @@ from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.shapes import checked, lacking, params
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization.on_the_fly import GROUPS
-from pagoda.common.weights.quantization.tensors import Activations, QuantizedTensor, Value, log_dequantized
-from pagoda.common.weights.quantization.tensors import Scheme as StoredScheme
+from pagoda.common.weights.quantization.schemes import INT4_GROUPS, ROUNDED, Activations
+from pagoda.common.weights.quantization.schemes import Scheme as StoredScheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, Value, log_dequantized
 from pagoda.common.weights.rope_order import half_split
 
-_FLOAT8, _INT8 = (Activations(numbers, "row") for numbers in ("float8", "int8"))
-
-METHODS: Final[Mapping[str, tuple[Scheme, Activations | None]]] = {
-    "fp8": ("fp8", _FLOAT8),
-    "fp8_per_channel": ("fp8", _FLOAT8),
-    "ptpc_fp8": ("fp8", _FLOAT8),
-    "int8": ("int8", _INT8),
-    "int8_per_channel_weight_only": ("int8", None),
-    "tpu_int8": ("int8", None),
-    "int4": ("int4", None),
-}
-"""Value of --quantization -> scheme, and how activations are rounded."""
+METHODS: Final = ("fp8", "fp8_per_channel", "ptpc_fp8", "int8", "int8_per_channel_weight_only", "tpu_int8", "int4")
+"""Values of --quantization that the kernels' own rounding has."""
 
 _FUSED_FFN: Final = {
     **{"gate": "inner", "up": "inner"},
@@ -93,14 +83,16 @@ def packing(method: str | None) -> Pack | None:
         return None
     if method not in METHODS:
         raise ConfigError("--quantization", f"torch_cuda does not support {method}; use {', '.join(METHODS)}")
-    scheme, activations = METHODS[method]
-    return lambda weight: replace(_pack(weight, scheme), activations=activations)
+    stored = ROUNDED[method]
+    scheme = packed_scheme(stored, experts=False)
+    assert scheme is not None, "the kernels multiply what they round to"
+    return lambda weight: replace(_pack(weight, scheme), activations=stored.activations)
 
 
 def _pack(weight: Tensor, scheme: Scheme) -> PackedMatrix:
     """Quantize in the largest int4 groups that divide the inputs; if none do, the last group is padded."""
     inputs = weight.shape[-1]
-    return pack(weight, scheme, next((size for size in GROUPS if inputs % size == 0), GROUPS[0]))
+    return pack(weight, scheme, next((size for size in INT4_GROUPS if inputs % size == 0), INT4_GROUPS[0]))
 
 
 class Loader:
@@ -338,10 +330,10 @@ def _packing(stored: StoredScheme | None, placement: TensorSlice) -> tuple[Schem
     scheme = packed_scheme(stored, len(placement.cut) > _MATRIX_AXES)
     start, inputs = _inputs(placement)
     group = least_group(stored, start, inputs)
-    divided = bool(getattr(stored, "ordered", False)) and placement.cut_inputs
+    divided = stored.ordered and placement.cut_inputs
     if scheme is None or divided or (group is not None and group < MIN_GROUP):
         return None, None
-    return scheme, getattr(stored, "activations", None)
+    return scheme, stored.activations
 
 
 def _inputs(placement: TensorSlice) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.frame.fp8_convert import decoded
-from pagoda.common.weights.quantization.tensors import E2M1, Activations
+from pagoda.common.weights.quantization.schemes import E2M1, Activations
 
 Scheme = Literal["int8", "int4", "fp8", "mxfp4", "nvfp4", "nf4", "fp4"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pagoda.common.weights.quantization.schemes import Scheme
 from pagoda.common.weights.quantization.support import SchemeSupport
-from pagoda.common.weights.quantization.tensors import Scheme
 
 
 def scheme_support(scheme: Scheme, experts: bool) -> SchemeSupport:
