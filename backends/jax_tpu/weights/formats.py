@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +26,6 @@ from pagoda.common.weights.quantization.tensors import and_more
 from pagoda.kernels_pallas.chips import ChipInfo
 
 logger = logging.getLogger(__name__)
-
-_MATRICES: Final = ("qkv", "values", "out", "inner", "down", "queries", "q_a", "kv_a")
-"""Last parts of the paths of matrices that may be quantised."""
-
-_MODULES: Final = ("attention", "ffn", "moe", "shared")
-"""Names of the modules that have them, besides mixers, which are numbered."""
 
 
 def matrix_formats(
@@ -50,8 +43,7 @@ def matrix_formats(
     wanted: dict[Path, dict[str, MatrixFormat | None]] = {}
     places = placements(spec, tensor)
     for name, param in params(spec).items():
-        target = places[name].target
-        if target[-1] not in _MATRICES or not (isinstance(target[-2], int) or target[-2] in _MODULES):
+        if not places[name].matrix:
             continue
         scheme = None if schemes is None else schemes.get(name)
         form = None
@@ -61,7 +53,7 @@ def matrix_formats(
             form = _stored_format(scheme, chip, experts=".experts." in name)
         if form is not None and form.for_kernel and not _keeps_groups(places[name], param.shape[-1], form, name):
             form = None
-        wanted.setdefault(target, {})[name] = form
+        wanted.setdefault(places[name].target, {})[name] = form
     formats = {}
     for path, forms in wanted.items():
         first, *others = set(forms.values())
