@@ -28,7 +28,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import pagoda
-from pagoda.backends.registry import load_scheme_support
+from pagoda.backends.registry import load_schemes
 from pagoda.common.config.backend_support import BACKENDS, by_backend, status_on, variable_status_on
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.env import VARIABLES, EnvVar
@@ -321,7 +321,7 @@ def _models() -> str:
 
 def _quantization() -> str:
     backends = model_support.BACKENDS
-    columns = {backend: load_scheme_support(backend) for backend in backends}
+    columns = {backend: load_schemes(backend).scheme_support for backend in backends}
     text = (
         f"{_WRITTEN}# Quantised weights\n\nWhat each backend does with matrices of a scheme, from any source: a "
         "quantised checkpoint, a GGUF file, or `--quantization` while loading. *Computes*: its kernels read the "

@@ -27,6 +27,11 @@ Array = npt.NDArray[Any]
 _DEQUANTISES: Final = SchemeSupport("dequantises", "the model's type")
 _MINUS_ZERO: Final = 0x80
 
+ROUNDED_ON_DEVICE: Final = (
+    *("fp8", "fp8_per_channel", "ptpc_fp8", "int8", "tpu_int8", "int8_per_channel_weight_only", "int4"),
+)
+"""Values of --quantization that the backend rounds on its devices; matrices of others come rounded."""
+
 
 @dataclass(frozen=True, slots=True)
 class Product:

@@ -24,6 +24,9 @@ _IN_PARTS: Final = SchemeSupport(
     "some rows are dequantised at a time, at every product, where others have kernels, else dequantises",
 )
 
+ROUNDED_ON_DEVICE: Final[tuple[str, ...]] = ()
+"""Values of --quantization that the backend rounds by itself; matrices of others come rounded."""
+
 _MOST_GROWTH: Final = 1.15
 """Bytes per byte of ggml's blocks up to which they are repacked as numbers with scales; others stay in blocks."""
 

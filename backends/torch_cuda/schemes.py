@@ -26,12 +26,17 @@ _DEQUANTISES: Final = SchemeSupport("dequantises", "the model's type")
 _SCALED_MM: Final = "torch._scaled_mm, W8A8"
 _SCALED_LINEAR: Final = "scaled_linear, W8A8"
 
+ROUNDED_ON_DEVICE: Final = (
+    *("fp8", "fp8_per_channel", "ptpc_fp8", "int8", "tpu_int8", "int8_per_channel_weight_only", "int4"),
+)
+"""Values of --quantization that the backend rounds on its devices; matrices of others come rounded."""
+
 
 @dataclass(frozen=True, slots=True)
 class CudaSchemeOps:
     """What the backend does with matrices of one scheme, whose numbers the kernels multiply as they are stored."""
 
-    kernel: Callable[[Any], KernelScheme]  # the kernels' name of the scheme (`kernels/weight_only/packing.py`)
+    kernel: Callable[[Any], KernelScheme]  # the kernels' name of the scheme (`weight_only/packing.py`)
     whole_groups: bool = False  # rows consist of whole groups
     of_channels: str | None = None  # the product of many rows that are rounded, too, of scales per channel or matrix
     of_groups: str | None = None  # the same of other scales; None: rows are not rounded

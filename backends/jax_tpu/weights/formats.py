@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from pagoda.backends.jax_tpu.weights.arrange import MatrixFormat, Path, Placemen
 from pagoda.backends.jax_tpu.weights.placement import placements
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization.schemes import Scheme
+from pagoda.common.weights.quantization.schemes import ROUNDED, Scheme
 from pagoda.common.weights.quantization.tensors import and_more
 from pagoda.kernels_pallas.chips import ChipInfo
 
@@ -45,12 +46,10 @@ def matrix_formats(
     for name, param in params(spec).items():
         if not places[name].matrix:
             continue
-        scheme = None if schemes is None else schemes.get(name)
-        form = None
-        if method is not None:
-            form = _runtime_format(method, chip, experts=".experts." in name)
-        elif scheme is not None:
-            form = _stored_format(scheme, chip, experts=".experts." in name)
+        scheme = ROUNDED[method] if method is not None else (schemes or {}).get(name)
+        form = None if scheme is None else _format(scheme, chip, experts=".experts." in name)
+        if method is not None and form is not None:
+            form = replace(form, shifted=False)  # `quantize_groups` rounds without zero points
         if form is not None and form.for_kernel and not _keeps_groups(places[name], param.shape[-1], form, name):
             form = None
         wanted.setdefault(places[name].target, {})[name] = form
@@ -98,17 +97,8 @@ def moved_groups(placement: Placement, inputs: int, group: int) -> npt.NDArray[n
     return np.where(empty, -1, (first - 1) // group) if (whole | empty).all() else None
 
 
-def _runtime_format(method: str, chip: ChipInfo, *, experts: bool) -> MatrixFormat:
-    """Return the format of a --quantization value."""
-    if method == "int4":
-        return MatrixFormat("int4", for_kernel=True, group=128)
-    if "fp8" in method:
-        return MatrixFormat(chip.float8, chip.multiplies_float8, experts)
-    return MatrixFormat("int8", chip.int8 and method == "int8", experts)
-
-
-def _stored_format(scheme: Scheme, chip: ChipInfo, *, experts: bool) -> MatrixFormat | None:
-    """Return the format of a checkpoint's scheme; None: it is dequantised."""
+def _format(scheme: Scheme, chip: ChipInfo, *, experts: bool) -> MatrixFormat | None:
+    """Return the format of a scheme; None: its matrices are dequantised."""
     product = ops_of(scheme).product(scheme)
     if product is None:
         return None

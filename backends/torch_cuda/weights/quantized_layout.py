@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.model.ops import to_torch
-from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix, Scheme
+from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix
 from pagoda.backends.torch_cuda.kernels.linear.weight_only.packing import CODES, block, int4_words
 from pagoda.backends.torch_cuda.model.parameters import Empty
-from pagoda.backends.torch_cuda.schemes import has_whole_groups
+from pagoda.backends.torch_cuda.schemes import KernelScheme, has_whole_groups
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.gguf.groups import as_groups, scheme_in_groups
-from pagoda.common.weights.quantization.schemes import TABLES, Activations, integer_scheme
-from pagoda.common.weights.quantization.schemes import Scheme as StoredScheme
+from pagoda.common.weights.quantization.schemes import TABLES, Activations, Scheme, integer_scheme
 from pagoda.common.weights.quantization.tensors import Array, Floats, QuantizedTensor
 
 MIN_GROUP: Final = 16
@@ -44,7 +43,7 @@ _OF_STEP: Final = 2**-7
 class PackedForm:
     """What of a PackedMatrix does not depend on its size."""
 
-    scheme: Scheme
+    scheme: KernelScheme
     group: int
     rows: int
     scale: torch.dtype
@@ -118,15 +117,16 @@ class PackedForm:
         return -(-inputs // whole) * whole // self.group
 
 
-def least_group(scheme: StoredScheme, start: int, inputs: int) -> int | None:
-    """Return the inputs that share a scale in `inputs` of a row from `start` on; None: those of a channel do."""
+def least_group(scheme: Scheme, cut: slice) -> int | None:
+    """Return how many inputs share a scale in the part `cut` of a row; None: those of a channel do."""
     stored = scheme_in_groups(scheme)
     if stored is None or not isinstance(stored.group, tuple):
         return None
-    return gcd(stored.group[1], start, inputs if has_whole_groups(stored) else 0, _MAX_GROUP)
+    size = cut.stop - cut.start if has_whole_groups(stored) else 0
+    return gcd(stored.group[1], cut.start, size, _MAX_GROUP)
 
 
-def estimated_form(scheme: Scheme, stored: StoredScheme, group: int | None) -> PackedForm:
+def estimated_form(scheme: KernelScheme, stored: Scheme, group: int | None) -> PackedForm:
     """Return the form of a matrix that takes the most memory of those with a scheme."""
     grouped = group is not None
     bytes_ = scheme in ("mxfp4", "nvfp4")
@@ -142,7 +142,7 @@ def estimated_form(scheme: Scheme, stored: StoredScheme, group: int | None) -> P
     )
 
 
-def as_scheme(part: QuantizedTensor, scheme: Scheme) -> QuantizedTensor:
+def as_scheme(part: QuantizedTensor, scheme: KernelScheme) -> QuantizedTensor:
     """Return the same values in groups, with numbers of 8 bits where `scheme` has those. Raise WeightError."""
     converted = as_groups(part)
     stored = scheme_in_groups(part.scheme)
@@ -155,7 +155,7 @@ def as_scheme(part: QuantizedTensor, scheme: Scheme) -> QuantizedTensor:
     return replace(converted, scheme=wide, data=numbers.view(np.int8) - np.int8(8))
 
 
-def form_of(scheme: Scheme, parts: Sequence[tuple[int, QuantizedTensor]], rounds: bool = True) -> PackedForm:
+def form_of(scheme: KernelScheme, parts: Sequence[tuple[int, QuantizedTensor]], rounds: bool = True) -> PackedForm:
     """Return the form of a matrix of parts, each with its first row. Raise WeightError if none fits.
 
     `rounds`: scales and offsets may be rounded to float16 where that changes little.
