@@ -26,7 +26,8 @@ from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.transformers_spec import AnySpec
 from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions
-from pagoda.common.weights.quantization.tensors import Scheme, Value
+from pagoda.common.weights.quantization.schemes import Scheme
+from pagoda.common.weights.quantization.tensors import Value
 
 MasksT_contra = TypeVar("MasksT_contra", contravariant=True)
 ResultT_co = TypeVar("ResultT_co", covariant=True)

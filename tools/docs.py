@@ -28,7 +28,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import pagoda
-from pagoda.backends.registry import load_scheme_support
+from pagoda.backends.registry import load_schemes
 from pagoda.common.config.backend_support import BACKENDS, by_backend, status_on, variable_status_on
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.env import VARIABLES, EnvVar
@@ -40,8 +40,8 @@ from pagoda.common.models.towers import TEXT_TOWERS
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.request_bounds import BOUNDS
 from pagoda.common.weights.quantization.on_the_fly import METHODS, scheme_of
-from pagoda.common.weights.quantization.support import SCHEMES, SchemeSupport
-from pagoda.common.weights.quantization.tensors import Codes4, Float8, Int4, Int8, Mxfp4, Scheme
+from pagoda.common.weights.quantization.schemes import SCHEME_ROWS, Codes4, Float8, Int4, Int8, Mxfp4, Scheme
+from pagoda.common.weights.quantization.support import SchemeSupport
 from pagoda.server import api
 from pagoda.server.api.app import BODIES, bodies_of
 from pagoda.server.http.body import RequestBody, is_hint, is_unsupported
@@ -321,7 +321,7 @@ def _models() -> str:
 
 def _quantization() -> str:
     backends = model_support.BACKENDS
-    columns = {backend: load_scheme_support(backend) for backend in backends}
+    columns = {backend: load_schemes(backend).scheme_support for backend in backends}
     text = (
         f"{_WRITTEN}# Quantised weights\n\nWhat each backend does with matrices of a scheme, from any source: a "
         "quantised checkpoint, a GGUF file, or `--quantization` while loading. *Computes*: its kernels read the "
@@ -337,7 +337,7 @@ def _quantization() -> str:
                 f"{round(scheme.bits_per_weight, 2):g}",
                 *(_support_cell(columns[backend](scheme, experts)) for backend in backends),
             )
-            for name, scheme in SCHEMES.items()
+            for name, scheme in SCHEME_ROWS.items()
         )
         text += f"\n## {title}\n\n" + _table(("scheme", "bits", *(f"`{backend}`" for backend in backends)), rows)
     return text + "\n## `--quantization` of dense models\n\n" + _table(("value", "scheme"), _method_rows())
@@ -362,7 +362,7 @@ def _scheme_words(scheme: Scheme) -> str:
     group = scheme.group if isinstance(scheme.group, str) else " x ".join(map(str, scheme.group)) + " numbers"
     if scheme.group == Mxfp4.group and isinstance(scheme, Float8 | Mxfp4):
         group += ", a power of two"
-    activations = getattr(scheme, "activations", None)
+    activations = scheme.activations
     if activations is None:
         return f"{name}, a scale per {group}; weight-only"
     rounded = "token" if activations.group == "row" else f"{activations.group} inputs of a token"

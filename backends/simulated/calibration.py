@@ -24,7 +24,7 @@ from pagoda.common.config.defaults import Platform
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization.tensors import Blocks
+from pagoda.common.weights.quantization.schemes import ScaledScheme
 
 FLAG: Final = "--calibration"
 FORMAT: Final = 1
@@ -373,7 +373,7 @@ def settings_of(options: BackendOptions) -> dict[str, str | int]:
 def _schemes(options: BackendOptions) -> str:
     """Return the kinds of quantised matrices of a checkpoint, as text."""
     names = (
-        type(scheme).__name__ + (f" {scheme.kind.name}" if isinstance(scheme, Blocks) else "")
+        type(scheme).__name__ + ("" if isinstance(scheme, ScaledScheme) else f" {scheme.kind.name}")
         for scheme in options.schemes.values()
     )
     return ", ".join(sorted(set(names)))

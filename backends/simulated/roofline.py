@@ -28,7 +28,7 @@ from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Layer, ModelSpec, Moe
-from pagoda.common.weights.quantization.tensors import Activations, Scheme
+from pagoda.common.weights.quantization.schemes import ScaledScheme, Scheme
 
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 _SHARDED_AXES: Final = frozenset("NKFV")
@@ -92,10 +92,9 @@ class ServedModel:
     def rate_of(self, name: str) -> Rate:
         """Return the type in which a parameter is multiplied: 8 bits where activations are rounded to them, too."""
         scheme = self.schemes.get(name)
-        activations: Activations | None = getattr(scheme, "activations", None)
-        if activations is not None:
-            return "int8" if activations.numbers == "int8" else "float8"
-        if getattr(scheme, "numbers", None) in ("int4", "e2m1"):
+        if scheme is not None and scheme.activations is not None:
+            return "int8" if scheme.activations.numbers == "int8" else "float8"
+        if isinstance(scheme, ScaledScheme) and scheme.numbers in ("int4", "e2m1"):
             return "bfloat16"
         return "float32" if self.dtype == "float32" else "bfloat16"
 

@@ -47,7 +47,7 @@ from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.lora.weights import LoraOptions
-from pagoda.common.weights.quantization.tensors import Scheme
+from pagoda.common.weights.quantization.schemes import Scheme
 
 if TYPE_CHECKING:
     from pagoda.backends.torch_cuda.model.transformers_decoder import CudaTransformersDecoder

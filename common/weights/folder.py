@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.family import Family
 from pagoda.common.weights.files import NamedTensor, leaves_folder, read_file, read_json
-from pagoda.common.weights.quantization.tensors import Scheme
+from pagoda.common.weights.quantization.schemes import Scheme
 from pagoda.common.weights.safetensors import SafetensorsFile
 from pagoda.common.weights.torch_bin import TorchFile
 

@@ -33,10 +33,9 @@ from pagoda.common.models.family import (
 )
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import BFLOAT16, dtype_name, to_bfloat16, to_float32
+from pagoda.common.weights.quantization.schemes import ScaledScheme, Scheme
 from pagoda.common.weights.quantization.tensors import (
-    Blocks,
     QuantizedTensor,
-    Scheme,
     Value,
     concatenate,
     scaled,
@@ -340,8 +339,9 @@ class _PartialStack:
 def _kind(part: Value) -> tuple[str, tuple[int, ...]]:
     """Return what all parts of a stack have in common: dtype, and the groups of quantised ones."""
     if isinstance(part, QuantizedTensor):
-        dtype = dtype_name(part.data.dtype)
-        return f"{part.scheme.kind.name} blocks" if isinstance(part.scheme, Blocks) else dtype, part.group_shape
+        if isinstance(part.scheme, ScaledScheme):
+            return dtype_name(part.data.dtype), part.group_shape
+        return part.scheme.words, part.group_shape
     return dtype_name(part.dtype), ()
 
 
@@ -444,7 +444,7 @@ def _split_slices(rule: Split, parts: Sequence[Param], groups: int) -> Iterator[
 
 
 def _is_blocks(tensor: Value) -> bool:
-    return isinstance(tensor, QuantizedTensor) and isinstance(tensor.scheme, Blocks)
+    return isinstance(tensor, QuantizedTensor) and not isinstance(tensor.scheme, ScaledScheme)
 
 
 def _values_of_blocks(tensor: Value) -> Value:

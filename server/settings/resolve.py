@@ -16,11 +16,10 @@ from pagoda.backends.registry import (
     check_drafters,
     choose_backend,
     load_rank_runtime,
-    load_scheme_support,
+    load_schemes,
     load_simulator,
     parallel_sizes,
     pooling_parallel_sizes,
-    quantizes,
     runs_ranks,
 )
 from pagoda.common.backend import ParallelSizes
@@ -60,7 +59,7 @@ from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.quantization.config import QuantizationConfig, parameter_schemes
 from pagoda.common.weights.quantization.on_the_fly import schemes_on_the_fly
 from pagoda.common.weights.quantization.read import read_quantization, without_quantization
-from pagoda.common.weights.quantization.tensors import Scheme
+from pagoda.common.weights.quantization.schemes import Scheme
 from pagoda.common.weights.rules import sources as tensor_sources
 from pagoda.common.weights.rules import stored_schemes
 from pagoda.common.weights.sharded import ShardedCheckpoint
@@ -125,7 +124,7 @@ class Resolved:
     def runtime_quantization(self) -> str | None:
         """The method by which the backend quantises dense weights on its devices; None: it gets them as they are."""
         method = self._dense_quantization
-        return method if method is not None and quantizes(self.backend, method) else None
+        return method if method is not None and method in load_schemes(self.backend).ROUNDED_ON_DEVICE else None
 
     @property
     def _dense_quantization(self) -> str | None:
@@ -309,7 +308,7 @@ def _check_lora(config: EngineConfig, *, pooling: bool) -> None:
 
 def _check_schemes(backend: str, method: str | None, schemes: Mapping[str, Scheme]) -> None:
     """Raise ConfigError for a scheme that the backend refuses, warn if it computes with none of those of `method`."""
-    declared = load_scheme_support(backend)
+    declared = load_schemes(backend).scheme_support
     supports = {declared(scheme, ".experts." in name) for name, scheme in schemes.items()}
     for support in supports:
         if support.kind == "refused" and method is not None:

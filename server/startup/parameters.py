@@ -26,7 +26,8 @@ from pagoda.common.weights.files import NamedTensor
 from pagoda.common.weights.quantization.kv_scales import Scales, kv_scale_weights, without_kv_scales
 from pagoda.common.weights.quantization.on_the_fly import quantized
 from pagoda.common.weights.quantization.read import join_scales
-from pagoda.common.weights.quantization.tensors import Scheme, random_quantized
+from pagoda.common.weights.quantization.schemes import Scheme
+from pagoda.common.weights.quantization.tensors import random_quantized
 from pagoda.common.weights.rules import (
     apply_rules,
     check_names,

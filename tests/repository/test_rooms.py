@@ -17,10 +17,8 @@ OUTSIDE = {
 }
 """Mixer -> files outside its rooms that name it: models of transformers attend and nothing else, and so do drafters."""
 
-FILES_OF_SCHEMES = {
-    **{"Float8": 15, "Int8": 17, "Int4": 14, "Mxfp4": 13, "Nvfp4": 11, "Codes4": 7, "Blocks": 15},
-}
-"""Scheme -> product files that name it. The aim is 6."""
+FILES_OF_A_SCHEME = 6
+"""Its definition, a reader of checkpoints' methods, GGUF's groups, and a file per backend."""
 
 FILES_OF_A_METRIC = 3
 
@@ -47,7 +45,8 @@ def test_every_mixer_has_a_file_of_its_own(tree: Tree) -> None:
 
 
 def test_schemes_are_named_in_few_files(files: Mapping[str, set[str]]) -> None:
-    assert {scheme: len(files[scheme]) for scheme in SCHEMES} == FILES_OF_SCHEMES
+    assert {scheme: sorted(files[scheme]) for scheme in SCHEMES if len(files[scheme]) > FILES_OF_A_SCHEME} == {}
+    assert all(files[scheme] for scheme in SCHEMES)
 
 
 def test_a_metric_is_named_in_few_files(files: Mapping[str, set[str]]) -> None:

@@ -42,7 +42,7 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.models.drafters import DrafterSpec
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import own_spec
-from pagoda.common.weights.quantization.tensors import Scheme
+from pagoda.common.weights.quantization.schemes import Scheme
 from pagoda.kernels_pallas.chips import CHIPS
 
 __all__ = ["compile_ahead", "find_target"]

@@ -32,7 +32,8 @@ from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import checked, lacking, params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.quantization.on_the_fly import quantize
-from pagoda.common.weights.quantization.tensors import QuantizedTensor, Scheme, dequantized, log_dequantized
+from pagoda.common.weights.quantization.schemes import Scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, dequantized, log_dequantized
 
 
 class Packer:

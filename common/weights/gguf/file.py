@@ -20,7 +20,8 @@ import numpy.typing as npt
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.files import map_file
 from pagoda.common.weights.gguf.dequantize import BlockType, block_type, can_dequantize, dequantize
-from pagoda.common.weights.quantization.tensors import Blocks, QuantizedTensor
+from pagoda.common.weights.quantization.schemes import Blocks
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -78,7 +79,11 @@ class GgufFile:
         """Return a tensor of blocks, a view of the file. Raises as `tensor`."""
         *rows, _ = self.tensors[name].shape
         data = self._bytes(name).reshape(*rows, -1)
-        return QuantizedTensor(Blocks(self.tensors[name].type), data, np.empty(0, np.float32), ())
+        return QuantizedTensor(self.block_scheme(name), data, np.empty(0, np.float32), ())
+
+    def block_scheme(self, name: str) -> Blocks:
+        """Return the scheme of `blocks` of a name. Raises KeyError for an unknown one."""
+        return Blocks(self.tensors[name].type)
 
     def _bytes(self, name: str) -> npt.NDArray[np.uint8]:
         part = self._parts[name]

@@ -21,20 +21,17 @@ from pagoda.backends.reference.model.quantized.int8 import OnednnLinear
 from pagoda.backends.reference.weights.load import Packer
 from pagoda.common.models.spec import Mlp, Moe, Router
 from pagoda.common.weights.quantization.on_the_fly import quantize
-from pagoda.common.weights.quantization.support import SCHEMES
-from pagoda.common.weights.quantization.tensors import (
+from pagoda.common.weights.quantization.schemes import (
+    SCHEME_ROWS,
     Activations,
     Blocks,
     Int4,
     Int8,
     Mxfp4,
     Nvfp4,
-    QuantizedTensor,
     Scheme,
-    concatenate,
-    random_quantized,
-    take_matrix,
 )
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, concatenate, random_quantized, take_matrix
 
 NARROW = Numerics(torch.bfloat16, torch.bfloat16)
 WIDENED = Numerics(torch.bfloat16, torch.float32)
@@ -201,7 +198,7 @@ def test_blocks_of_ggml(kind: str, group: int, share: float, lanes: int) -> None
     """`share`: bytes in memory per byte of the file, but for 4 per output."""
     quants = pytest.importorskip("gguf").quants
     noise = np.random.default_rng(0)
-    scheme = SCHEMES[f"GGUF {kind}"]
+    scheme = SCHEME_ROWS[f"GGUF {kind}"]
     assert isinstance(scheme, Blocks)
     if kind.endswith("K"):
         data = noise.integers(0, 256, (64, 2 * scheme.kind.bytes), np.uint8)

@@ -13,7 +13,8 @@ from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
 from pagoda.common.weights.dtypes import dtype_name, to_float32
-from pagoda.common.weights.quantization.tensors import Float8, Int8, QuantizedTensor, Scheme
+from pagoda.common.weights.quantization.schemes import Float8, Int8, Scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.server.startup.parameters import dummy_weights, with_progress
 
 NORM = Norm(1e-5, kind="layer", bias=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN
 from pagoda.common.weights.gguf.dequantize import dequantize
-from pagoda.common.weights.quantization.tensors import (
+from pagoda.common.weights.quantization.schemes import (
     Activations,
     Blocks,
     Codes4,
@@ -18,9 +18,9 @@ from pagoda.common.weights.quantization.tensors import (
     Int8,
     Mxfp4,
     Nvfp4,
-    QuantizedTensor,
     Scheme,
 )
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 
 @dataclass(frozen=True)

@@ -305,6 +305,7 @@ def attend(
 class AttentionOps(JaxMixerOps[Attention]):
     """What the backend knows of this kind, see `JaxMixerOps`."""
 
+    matrices = frozenset({"qkv", "values", "out"})
     exchanges_pieces = True
 
     def module(self, spec: Attention, width: int, build: JaxBuildContext) -> JaxAttention:

@@ -299,6 +299,8 @@ def _expanded_heads(spec: LatentAttention, heads: int) -> ExpandedHeads:
 class LatentAttentionOps(JaxMixerOps[LatentAttention]):
     """What the backend knows of this kind, see `JaxMixerOps`."""
 
+    matrices = frozenset({"q_a", "queries", "kv_a", "out"})
+
     def module(self, spec: LatentAttention, width: int, build: JaxBuildContext) -> JaxLatentAttention:
         return JaxLatentAttention(spec, width, build)
 

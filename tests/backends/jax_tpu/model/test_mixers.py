@@ -47,14 +47,8 @@ from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Mlp, ModelSpec, Moe, Pooler, Router
-from pagoda.common.weights.quantization.tensors import (
-    Float8,
-    Int4,
-    Mxfp4,
-    QuantizedTensor,
-    Scheme,
-    random_quantized,
-)
+from pagoda.common.weights.quantization.schemes import Float8, Int4, Mxfp4, Scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, random_quantized
 from pagoda.kernels_pallas.chips import CHIPS
 
 RMS = Norm(1e-6)

@@ -22,7 +22,7 @@ from pagoda.common.models.spec import Mixer, Mlp, ModelSpec, Moe, Router
 from pagoda.common.weights.dtypes import to_float32
 from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, adaptable
 from pagoda.common.weights.quantization.on_the_fly import quantize
-from pagoda.common.weights.quantization.tensors import Int8
+from pagoda.common.weights.quantization.schemes import Int8
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9]
 OPTIONS = LoraOptions(slots=3, max_rank=8, dtype="float32")

@@ -15,7 +15,8 @@ from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization.tensors import Int8, QuantizedTensor
+from pagoda.common.weights.quantization.schemes import Int8
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.common.weights.rope_order import half_split
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60]
