@@ -28,7 +28,7 @@ from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.memory.plan import check_weights
 from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
-from pagoda.backends.torch_cuda.model.drafters import CudaDraftDecoder, DrafterBuild
+from pagoda.backends.torch_cuda.model.drafters import CudaDraftModel, DrafterBuild
 from pagoda.backends.torch_cuda.model.mixers.attention import attentions
 from pagoda.backends.torch_cuda.model.mixers.latent_attention import latent_attentions
 from pagoda.backends.torch_cuda.model.mixers.registry import ops_of
@@ -172,7 +172,7 @@ class LoadedModel:
     sampler: CudaSampler
     buffers: DecodeBuffers
     adapters: CudaAdapters | None = None
-    drafter: CudaDraftDecoder | None = None
+    drafter: CudaDraftModel | None = None
 
     @property
     def adapter_bytes(self) -> int:
