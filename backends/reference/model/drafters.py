@@ -44,6 +44,9 @@ from pagoda.common.models.drafters import (
 DraftBatch = tuple[StepBatch, Mapping[int, LayerCache]]
 """What the mixers of a drafter read: the batch, and its caches by number."""
 
+_FINAL_NORM = "final_norm"
+"""Beginning of the names of the final norm's weight and bias, which a drafter does not share with the target."""
+
 
 def load_drafter(
     spec: DrafterSpec, weights: Iterable[Weight], target: Decoder | None, numerics: Numerics, max_len: int
@@ -87,12 +90,11 @@ def _feature_model(
     num_bytes = params.num_bytes + held_bytes(beside)
     target_ids = beside.pop("target_ids", None)
     given = NamedWeights({**beside}, numerics)
-    parts = named_parts(spec.model, params) | {
-        name: given.norm(name) for name in ("inputs.embed_norm", "inputs.hidden_norm")
-    }
+    parts = named_parts(spec.model, params)
     parts["inputs.project"] = given.linear("inputs.project")
     if isinstance(spec.inputs, AttendedInputs):
         parts["inputs.attention"] = load_attention(given, "inputs.attention", spec.inputs.attention)
+    parts |= {name: given.take_wide(name) for name in given.names}  # its norms
     ops = ReferenceOps(parts, numerics, operators(numerics))
     rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
     return FeatureModel(
@@ -111,13 +113,13 @@ def _feature_params(spec: FeatureDrafter, named: dict[str, Tensor], target: Deco
     """Return the layers, of these parameters, with the shared parts of the target."""
     head = named.pop("head", None)
     own = NamedWeights({**named}, numerics)
-    parts = {name: part for name, part in target.params.parts.items() if not name.startswith("layers.")}
+    parts = {name: part for name, part in target.params.parts.items() if not name.startswith(("layers.", _FINAL_NORM))}
     if spec.own_embedding:
         parts = {name: part for name, part in parts.items() if name not in ("embed_in", "embed_out")}
         parts["embed"] = own.table("embed")
     if head is not None:
         parts["head"] = float32_linear(head, None, numerics)
-    parts["final_norm"] = own.norm("final_norm")
+    parts |= {name: own.take_wide(name) for name in own.names if name.startswith(_FINAL_NORM)}
     layers: dict[str, object] = {}
     for index, layer in enumerate(spec.model.layers):
         prefix = f"layers.{index}"

@@ -95,20 +95,18 @@ class ReferenceOps:
         """Return the norm as a function of x [T, D]; the identity if there is no norm."""
         if spec is None:
             return lambda x: x
-        params = self.parts.get(name)
-        if params is None:
-            assert not spec.scale, "the weights are complete"
-            return lambda x: norm(x, spec, None)
-        if isinstance(params, Tensor):
-            return lambda x: norm(x, spec, params)
-        alone = name == "embed_norm" or ".block." in name  # computed by torch's operators
-        if spec.kind == "rms" and params.bias is None and self.native is not None and not alone:
-            compiled = self.native.norm(params.weight, spec.eps, unit_offset=spec.unit_offset)
+        weight = self.get(name)
+        bias = self.get(f"{name}_bias")
+        if weight is None or weight.ndim > 1 or spec.kind == "layer":
+            assert weight is not None or not spec.scale, "the weights are complete"
+            return lambda x: norm(x, spec, weight, bias)
+        if self.native is not None:
+            compiled = self.native.norm(weight, spec.eps, unit_offset=spec.unit_offset)
             if compiled is not None:
                 return compiled
-        if spec.kind == "rms" and params.weight.dtype == torch.float32:
-            return _rms(params.weight + 1 if spec.unit_offset else params.weight, spec.eps)
-        return lambda x: norm(x, spec, params.weight, params.bias)
+        if weight.dtype == torch.float32:
+            return _rms(weight + 1 if spec.unit_offset else weight, spec.eps)
+        return lambda x: norm(x, spec, weight)
 
 
 def _rms(weight: Tensor, eps: float) -> Linear:

@@ -27,12 +27,12 @@ class ConvolutionParams:
 
 @dataclass(frozen=True, slots=True)
 class ModelParams:
-    """The parts of a model by name: linear maps, norms, embedding tables, small tensors, and what kinds of mixer load.
+    """The parts of a model by name: linear maps, embedding tables, small tensors, and what kinds of mixer load.
 
     The linear map `inner` of an MLP is [D] -> [2F] (gate then up) if it is gated, else [F]; those of expert e of a
     mixture are `experts.<e>.inner` and `experts.<e>.down`. The parts of an input block are under the names of the layer
-    that has their weights; `block.qkv_adapter` is a linear map that is added to that of its attention. Small tensors
-    are in the compute dtype, router corrections and `pooler.` in float32.
+    that has their weights; `block.qkv_adapter` is a linear map that is added to that of its attention. Small tensors,
+    as those of norms, are in the compute dtype, router corrections and `pooler.` in float32.
     """
 
     parts: Mapping[str, Any]

@@ -12,8 +12,10 @@ from pagoda.backends.reference.model.mixers.registry import ops_of
 from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.common.models.spec import Ffn, InputBlock, Layer, Mlp, Moe
 
-NORM_FIELDS: Final = ("before_mixer", "after_mixer", "before_ffn", "after_ffn")
 _TABLES: Final = ("embed", "per_layer.table")
+
+_SMALL: Final = ("embed_norm", "final_norm", "positions", "token_types", "per_layer.", "alt_up.")
+"""Beginnings of the names of parameters outside of the layers that are kept as they are, in the compute dtype."""
 
 
 @torch.inference_mode()
@@ -22,7 +24,7 @@ def load_layer(weights: NamedWeights, prefix: str, layer: Layer, shares_block: b
 
     `shares_block`: an earlier layer has its block's weights.
     """
-    parts: dict[str, Any] = {name: weights.norm(name) for name in (f"{prefix}.norms.{field}" for field in NORM_FIELDS)}
+    parts: dict[str, Any] = {}
     if layer.block is not None:
         parts |= _load_block(weights, prefix, layer, layer.block, shares_block)
     for index, mixer in list(enumerate(layer.mixers))[layer.block is not None :]:
@@ -40,19 +42,16 @@ def load_layer(weights: NamedWeights, prefix: str, layer: Layer, shares_block: b
 def load_beside_layers(weights: NamedWeights) -> dict[str, Any]:
     """Return the parts outside of the layers, but for the head."""
     parts: dict[str, Any] = {name: weights.table(name) for name in _TABLES}
-    parts |= {name: weights.norm(name) for name in ("embed_norm", "final_norm")}
     parts |= {name: weights.linear(name) for name in ("embed_in", "embed_out") if name in weights.names}
     parts |= {name: weights.take(name).float() for name in weights.names if name.startswith("pooler.")}
-    parts |= {name: weights.wide(name) for name in ("positions", "token_types")}
-    parts |= {name: weights.take_wide(name) for name in weights.names if name.startswith(("per_layer.", "alt_up."))}
+    parts |= {name: weights.take_wide(name) for name in weights.names if name.startswith(_SMALL)}
     return {name: part for name, part in parts.items() if part is not None}
 
 
 def _load_block(weights: NamedWeights, prefix: str, layer: Layer, block: InputBlock, shared: bool) -> dict[str, Any]:
     attention = f"{prefix}.mixers.0"
     name = f"{prefix}.block"
-    parts: dict[str, Any] = {f"{name}.{norm}": weights.norm(f"{name}.{norm}") for norm in ("norm", "ffn_norm")}
-    parts[f"{name}.out"] = weights.linear(f"{name}.out")
+    parts: dict[str, Any] = {f"{name}.out": weights.linear(f"{name}.out")}
     if not shared:
         parts[attention] = load_attention(weights, attention, layer.attends_before)
         parts |= _load_ffn(weights, f"{name}.ffn", block.ffn)
