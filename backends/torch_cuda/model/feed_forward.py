@@ -78,7 +78,8 @@ def _rounding_mlp(
         if isinstance(x, Tensor) and len(x) <= FEW:
             return few(x)
         both = inner(x)
-        return down(QuantizedRows(*rounded(both, name), both.dtype))
+        data, scales = rounded(both, name)
+        return down(QuantizedRows(data, scales, both.dtype))
 
     return mlp
 
