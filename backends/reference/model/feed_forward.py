@@ -15,10 +15,11 @@ from pagoda.backends.reference.model.mixers.interface import MixerBuild
 from pagoda.backends.reference.model.mixers.registry import ops_of
 from pagoda.backends.reference.model.named_ops import ReferenceOps
 from pagoda.backends.reference.model.ops import activation, clamped_glu, clipped, mix_experts, route, sparse
+from pagoda.backends.torch_decoder.decoder import packed_mixers
 from pagoda.backends.torch_decoder.feed_forward import make_mlp
 from pagoda.backends.torch_decoder.ops import BlockMakers, Linear, MixerStep, Routed
 from pagoda.common.models.mixers import Mixer
-from pagoda.common.models.spec import Mlp, Moe
+from pagoda.common.models.spec import Mlp, ModelSpec, Moe
 
 CHUNK: Final = 512
 """Tokens that an MLP runs on at a time."""
@@ -102,14 +103,13 @@ def paged_makers(ops: ReferenceOps) -> BlockMakers:
     return _block_makers(ops, make)
 
 
-def packed_makers(ops: ReferenceOps, shared: frozenset[int]) -> BlockMakers:
-    """Return how the blocks of an encoder are made. `shared`: the caches that several mixers read."""
+def packed_makers(spec: ModelSpec, ops: ReferenceOps) -> BlockMakers:
+    """Return how the blocks of an encoder are made."""
 
-    def make(spec: Mixer, prefix: str, numbers: tuple[int, ...]) -> MixerStep:
-        number = numbers[0] if numbers and numbers[0] in shared else None
-        return ops_of(spec).packed(spec, ops.parts[prefix], number)
+    def make(mixer: Mixer, prefix: str, number: int | None) -> MixerStep:
+        return ops_of(mixer).packed(mixer, ops.parts[prefix], number)
 
-    return _block_makers(ops, make)
+    return _block_makers(ops, packed_mixers(spec, make))
 
 
 def _block_makers(ops: ReferenceOps, mixer: Callable[[Mixer, str, tuple[int, ...]], MixerStep]) -> BlockMakers:
