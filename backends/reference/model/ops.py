@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pagoda.common.models.mixers import BlockIndexer, QueryGrowth
 from pagoda.common.models.primitives import Norm
-from pagoda.common.models.spec import ClampedGlu, ExpertGroups, Mlp, PoolerActivation, Router, SparseMixer, Xielu
+from pagoda.common.models.spec import ClampedGlu, ExpertGroups, Mlp, PoolerActivation, Router, SparseMixer
 from pagoda.common.weights import dtypes
 
 _NARROW = {
@@ -106,14 +106,6 @@ def activation(name: PoolerActivation, *, batch_invariant: bool = False) -> Call
 def sigmoid(x: Tensor) -> Tensor:
     """Return the sigmoid in float32; no element depends on its place in the tensor. Keeps x's dtype."""
     return _sigmoid(x.float()).to(x.dtype)
-
-
-def xielu(x: Tensor, spec: Xielu, curvature_p: Tensor, curvature_n: Tensor) -> Tensor:
-    """Return xIELU of x, computed in float32; curvatures [1], before their softplus. Keeps x's dtype."""
-    wide = x.float()
-    above = F.softplus(curvature_p.float()) * wide.square()
-    below = (spec.beta + F.softplus(curvature_n.float())) * (torch.expm1(wide.clamp(max=spec.eps)) - wide)
-    return (torch.where(wide > 0, above, below) + spec.beta * wide).to(x.dtype)
 
 
 def gated(spec: Mlp, gate: Tensor, up: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagoda.backends.reference.model.ops import sigmoid
 from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKernels
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels.linear.invariant_linear import invariant_linear
@@ -136,6 +137,12 @@ class CudaBuildContext:
         partial_sum = self.linear(name)
         comm = self.comm
         return partial_sum if comm.size == 1 else lambda x: comm.all_reduce(partial_sum(x))
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        return self.comm.all_reduce(x)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return sigmoid(x) if self.batch_invariant else torch.sigmoid(x)
 
     def adapted(self, layer: Linear, first: str, *seconds: str) -> Linear:
         """Return a linear map with low-rank adapters; without any, the map itself.

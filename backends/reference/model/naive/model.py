@@ -18,6 +18,7 @@ from torch import Tensor
 from pagoda.backends.reference.model import ops
 from pagoda.backends.reference.model.naive import recurrent as naive_recurrent
 from pagoda.backends.reference.model.naive.recurrent import NaiveParts
+from pagoda.backends.torch_decoder.feed_forward import xielu
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.mixers import Attention, BlockIndexer, Indexer, LatentAttention, Mixer
@@ -368,7 +369,7 @@ class NaiveModel:
         if mlp.learned is not None:
             p = self._weights[f"{name}.curvature_p"]
             n = self._weights[f"{name}.curvature_n"]
-            return self._linear(f"{name}.down", ops.xielu(up, mlp.learned, p, n))
+            return self._linear(f"{name}.down", xielu(up, mlp.learned, p, n))
         if mlp.gated:
             gate = self._linear(f"{name}.gate", x, expert)
             if mlp.sparsity:
