@@ -27,8 +27,7 @@ from pagoda.backends.cpu_kernels.emission.emit import (
     LANES,
     VECTOR,
     Emitter,
-    lane_numbers,
-    splat_int,
+    constants,
 )
 from pagoda.backends.cpu_kernels.emission.jit import Kernel
 from pagoda.common.engine.sampling.rules import MIX_1, MIX_2, TOKEN_STRIDE
@@ -156,7 +155,7 @@ class _Search(ABC):
 
     def ids(self, at: Any) -> Any:
         """Return the 16 tokens from `at` on."""
-        return self.e.builder.add(_splat(self.e.builder, self.e.builder.trunc(at, I32)), lane_numbers())
+        return self.e.builder.add(self.e.splat(self.e.builder.trunc(at, I32)), constants(I32, range(LANES)))
 
 
 class _Candidates(_Search):
@@ -171,11 +170,11 @@ class _Candidates(_Search):
         floor = builder.fsub(self.logsumexp(top), F32(_BELOW))
         builder.store(floor, e.at(self.floors, row))
         below = e.splat(builder.fsub(floor, self.margin(top)))
-        key = _splat(builder, builder.load(e.at(self.keys, row)))
+        key = e.splat(builder.load(e.at(self.keys, row)))
         builder.store(I64(0), self.count)
         with e.loop(0, self.width, LANES) as at:
             ids = self.ids(at)
-            bits = _mixed(builder, builder.xor(key, builder.mul(ids, splat_int(TOKEN_STRIDE))))
+            bits = _mixed(e, builder.xor(key, builder.mul(ids, e.splat(TOKEN_STRIDE))))
             uniform = e.fma(builder.uitofp(bits, VECTOR), e.splat(2.0**-32), e.splat(2.0**-33))
             exponent = builder.fmul(builder.fsub(self.scaled(at), below), e.splat(math.log2(math.e)))
             self.keep(row, ids, builder.fcmp_ordered("<=", uniform, e.exp2(exponent)))
@@ -230,15 +229,9 @@ class _BestTokens(_Search):
             builder.store(e.add(builder.load(self.count), self.ones(found)), self.count)
 
 
-def _splat(builder: Any, value: Any) -> Any:
-    """Return a vector of one i32."""
-    kind = ir.VectorType(I32, LANES)
-    single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
-    return builder.shuffle_vector(single, ir.Constant(kind, ir.Undefined), ir.Constant(kind, [I32(0)] * LANES))
-
-
-def _mixed(builder: Any, x: Any) -> Any:
+def _mixed(e: Emitter, x: Any) -> Any:
     """Return `sampling.mix` of a vector."""
+    builder = e.builder
     for shift, factor in ((16, MIX_1), (15, MIX_2)):
-        x = builder.mul(builder.xor(x, builder.lshr(x, splat_int(shift))), splat_int(factor))
-    return builder.xor(x, builder.lshr(x, splat_int(16)))
+        x = builder.mul(builder.xor(x, builder.lshr(x, e.splat(shift))), e.splat(factor))
+    return builder.xor(x, builder.lshr(x, e.splat(16)))

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
-from llvmlite import ir
-
-from pagoda.backends.cpu_kernels.attention.vector_attention import NEVER, PagedKernel, Shape, splat_int32, transposed
+from pagoda.backends.cpu_kernels.attention.vector_attention import NEVER, PagedKernel, Shape
 from pagoda.backends.cpu_kernels.emission.emit import (
     F32,
     I16,
@@ -25,9 +23,7 @@ from pagoda.backends.cpu_kernels.emission.emit import (
     LANES,
     VECTOR,
     Emitter,
-    lane_numbers,
-    splat_int,
-    zeros,
+    constants,
 )
 from pagoda.backends.cpu_kernels.emission.jit import Kernel, has_feature
 
@@ -93,8 +89,8 @@ class _PairedDecode(PagedKernel):
     def _attend(self, row: Any, head: Any) -> None:
         e = self.e
         shape = self.shape
-        mixed = [zeros(e, shape.value_dim // LANES) for _ in range(shape.group)]
-        totals = zeros(e, shape.group)
+        mixed = [e.zeros(shape.value_dim // LANES) for _ in range(shape.group)]
+        totals = e.zeros(shape.group)
         for top in self.tops:
             e.builder.store(F32(NEVER), top)
         position = e.load_int(self.rows, row)
@@ -152,7 +148,7 @@ class _PairedDecode(PagedKernel):
             at = e.mul(e.add(slot, lane), shape.head_dim)
             keys = [e.load_pairs(self.k, e.add(at, part)) for part in parts]
             for group in range(shape.group):
-                (into,) = zeros(e, 1)
+                (into,) = e.zeros(1)
                 for part, own in zip(parts, keys):
                     e.add_products(into, e.load_pairs(self.q, e.add(start, group * shape.head_dim + part)), own)
                 e.store(e.builder.load(into), self.products, e.add(e.mul(lane, LANES), group * LANES * LANES))
@@ -217,13 +213,13 @@ def _softmax(
     """
     builder = e.builder
     masked = []
-    oldest_here, newest_here = (splat_int32(e, builder.trunc(at, I32)) for at in (low, newest))
+    oldest_here, newest_here = (e.splat(builder.trunc(at, I32)) for at in (low, newest))
     for key, score in zip(range(0, len(scores) * LANES, LANES), scores):
-        numbers = builder.add(lane_numbers(), splat_int(key))
+        numbers = builder.add(constants(I32, range(LANES)), e.splat(key))
         seen = builder.icmp_signed("<=", numbers, newest_here)
         seen = builder.and_(seen, builder.icmp_signed(">=", numbers, oldest_here))
         if key + LANES > span:
-            seen = builder.and_(seen, builder.icmp_signed("<", numbers, splat_int(span)))
+            seen = builder.and_(seen, builder.icmp_signed("<", numbers, e.splat(span)))
         scaled = builder.fmul(score, e.splat(scale * math.log2(math.e)))
         masked.append(builder.select(seen, scaled, e.splat(float("-inf"))))
     highest = masked[0]
@@ -248,9 +244,8 @@ def _sums(e: Emitter, vectors: list[Any]) -> Any:
 
 def _folded(e: Emitter, first: Any, second: Any, size: int) -> Any:
     """Return the sums of lanes that differ in the bit `size`: of `first` in lanes without the bit, else of `second`."""
-    kind = ir.VectorType(I32, LANES)
     masks = [[(lane & ~size | bit) + (LANES if lane & size else 0) for lane in range(LANES)] for bit in (0, size)]
-    parts = [e.builder.shuffle_vector(first, second, ir.Constant(kind, [I32(lane) for lane in mask])) for mask in masks]
+    parts = [e.shuffle(first, second, mask) for mask in masks]
     return e.builder.fadd(*parts)
 
 
@@ -359,11 +354,9 @@ class _Tiles(PagedKernel, ABC):
         with e.loop(0, self.width, LANES) as key:
             starts = [e.mul(self._place(e.add(key, lane)), shape.head_dim) for lane in range(LANES)]
             with e.loop(0, shape.head_dim // 2, LANES) as pair:
-                rows = [e.at(self.k, e.add(start, e.mul(pair, 2))) for start in starts]
-                pairs = [e.builder.load(e.builder.bitcast(row, VECTOR.as_pointer()), align=2) for row in rows]
-                for lane, vector in enumerate(transposed(e, pairs)):
-                    place = e.at(self.keys, e.add(e.mul(e.add(pair, lane), self.width), key))
-                    e.builder.store(vector, e.builder.bitcast(place, VECTOR.as_pointer()), align=4)
+                pairs = [e.load_words(self.k, e.add(start, e.mul(pair, 2))) for start in starts]
+                for lane, vector in enumerate(e.transposed(pairs)):
+                    e.store(vector, self.keys, e.add(e.mul(e.add(pair, lane), self.width), key))
 
     def _pack_values(self) -> None:
         """Store the values as pairs of positions [width / 2, V]."""
@@ -373,7 +366,8 @@ class _Tiles(PagedKernel, ABC):
             keys = e.mul(pair, 2), e.add(e.mul(pair, 2), 1)
             first, second = (e.at(self.v, e.mul(self._place(key), shape.value_dim)) for key in keys)
             for part in range(0, shape.value_dim, LANES):
-                e.interleave(first, second, part, self.values, e.add(e.mul(pair, shape.value_dim), part))
+                pairs = e.pairs(first, second, part)
+                e.store(pairs, self.values, e.add(e.mul(pair, shape.value_dim), part))
 
     def _score(self, at: Any) -> None:
         """Store the scores of some rows from `at` on."""
@@ -381,7 +375,7 @@ class _Tiles(PagedKernel, ABC):
         shape = self.shape
         for begin in range(0, self.width, _VECTORS * LANES):
             parts = range(begin, min(begin + _VECTORS * LANES, self.width), LANES)
-            sums = [zeros(e, len(parts)) for _ in range(_ROWS)]
+            sums = [e.zeros(len(parts)) for _ in range(_ROWS)]
             starts = [e.mul(e.add(at, row), shape.head_dim) for row in range(_ROWS)]
             with e.loop(0, shape.head_dim // 2) as pair:
                 keys = [e.load_pairs(self.keys, e.add(e.mul(pair, self.width), part)) for part in parts]

@@ -15,10 +15,10 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from pagoda.backends.cpu_kernels.attention.vector_attention import NEVER, PagedKernel, Shape, splat_int32, transposed
-from pagoda.backends.cpu_kernels.emission.emit import F32, I32, I64, LANES, VECTOR
+from pagoda.backends.cpu_kernels.attention.vector_attention import NEVER, PagedKernel, Shape
+from pagoda.backends.cpu_kernels.emission.emit import F32, I32, I64, LANES
 from pagoda.backends.cpu_kernels.emission.jit import Kernel
-from pagoda.backends.cpu_kernels.emission.tiles import SIDE, Tiles, available
+from pagoda.backends.cpu_kernels.emission.tiles import SIDE, TileRegisters, available
 
 _SPAN: Final = 64
 """Keys at a time."""
@@ -59,7 +59,7 @@ class _QueryTiles(PagedKernel, ABC):
         super().__init__(shape)
         e = self.e
         self.columns = -(-shape.tile_tokens * shape.group // SIDE)
-        self.tiles = Tiles(e)
+        self.tiles = TileRegisters(e)
         self.queries = e.variable(I32, self.columns * shape.head_dim // 2 * SIDE)  # [columns, H / 2, 16] pairs
         self.places = e.variable(I64, _SPAN)
         self.values = e.variable(I32, shape.value_dim * _SPAN // 2)  # [V, span / 2] pairs of keys
@@ -135,8 +135,8 @@ class _QueryTiles(PagedKernel, ABC):
                 e.builder.store(e.builder.trunc(seen, I32), e.at(array, row))
         before = e.mul(column, shape.head_dim // 2)
         for pair in range(0, shape.head_dim // 2, SIDE):
-            vectors = [self._load_raw(e.at(self.q, e.add(start, 2 * pair))) for start in starts]
-            self._store_raw(transposed(e, vectors), self.queries, e.mul(e.add(before, pair), SIDE), SIDE)
+            vectors = [e.load_words(self.q, e.add(start, 2 * pair)) for start in starts]
+            self._store_raw(e.transposed(vectors), self.queries, e.mul(e.add(before, pair), SIDE), SIDE)
         lanes = e.mul(column, SIDE)
         e.store(e.splat(NEVER), self.tops, lanes)
         e.store(e.splat(0.0), self.totals, lanes)
@@ -146,16 +146,10 @@ class _QueryTiles(PagedKernel, ABC):
     def _mixed_at(self, column: Any, channel: Any) -> Any:
         return self.e.mul(self.e.add(self.e.mul(column, self.shape.value_dim), channel), SIDE)
 
-    def _load_raw(self, address: Any) -> Any:
-        """Return 64 bytes as a vector of floats that nothing computes with."""
-        e = self.e
-        return e.builder.load(e.builder.bitcast(address, VECTOR.as_pointer()), align=2)
-
     def _store_raw(self, vectors: list[Any], array: Any, index: Any, stride: int) -> None:
         e = self.e
         for number, vector in enumerate(vectors):
-            place = e.at(array, e.add(index, number * stride))
-            e.builder.store(vector, e.builder.bitcast(place, VECTOR.as_pointer()), align=4)
+            e.store(vector, array, e.add(index, number * stride))
 
     def _find_slots(self, row: Any, head: Any, here: Any, oldest: Any, last: Any) -> None:
         """Store the cache slots of a span's positions; outside of `oldest` to `last` those of the nearest one."""
@@ -174,8 +168,11 @@ class _QueryTiles(PagedKernel, ABC):
             slots = [e.mul(self._place(e.add(key, at)), shape.value_dim) for at in range(2 * SIDE)]
             with e.loop(0, shape.value_dim, SIDE) as channel:
                 places = [e.add(slot, channel) for slot in slots]
-                pairs = [e.pairs(self.v, first, second) for first, second in zip(places[::2], places[1::2])]
-                vectors = transposed(e, [e.builder.bitcast(pair, VECTOR) for pair in pairs])
+                pairs = [
+                    e.pairs(e.at(self.v, first), e.at(self.v, second), 0)
+                    for first, second in zip(places[::2], places[1::2])
+                ]
+                vectors = e.transposed(pairs)
                 start = e.add(e.mul(channel, _SPAN // 2), e.divmod(key, 2)[0])
                 self._store_raw(vectors, self.values, start, _SPAN // 2)
 
@@ -250,7 +247,7 @@ class _QueryTiles(PagedKernel, ABC):
             for array in (self.oldest, self.newest)
         )
         with e.loop(0, _SPAN) as key:
-            position = splat_int32(e, builder.trunc(e.add(here, key), I32))
+            position = e.splat(builder.trunc(e.add(here, key), I32))
             seen = builder.and_(builder.icmp_signed(">=", position, first), builder.icmp_signed("<=", position, last))
             place = e.mul(key, SIDE)
             score = builder.select(seen, e.load(self.scores, place), e.splat(float("-inf")))
@@ -282,7 +279,7 @@ class _QueryTiles(PagedKernel, ABC):
         vectors = [
             e.builder.fmul(e.load(self.mixed, self._mixed_at(column, channel + at)), factor) for at in range(SIDE)
         ]
-        self._store_raw(transposed(e, vectors), self.products, channel, self.shape.value_dim)
+        self._store_raw(e.transposed(vectors), self.products, channel, self.shape.value_dim)
 
 
 class _PromptQueries(_QueryTiles):

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from pagoda.backends.cpu_kernels.emission.emit import F32, I16, I32, LANES, VECTOR, Emitter, lane_numbers, zeros
+from pagoda.backends.cpu_kernels.emission.emit import F32, I16, I32, LANES, VECTOR, Emitter, constants
 from pagoda.backends.cpu_kernels.emission.jit import Kernel
 
 ROWS: Final = 6
@@ -135,8 +135,8 @@ class _Decode(PagedKernel):
             [e.load(self.q, e.add(start, group * shape.head_dim + chunk * LANES)) for chunk in range(chunks)]
             for group in range(shape.group)
         ]
-        mixed = [zeros(e, outs) for _ in range(shape.group)]
-        totals = zeros(e, shape.group)
+        mixed = [e.zeros(outs) for _ in range(shape.group)]
+        totals = e.zeros(shape.group)
         for top in self.tops:
             e.builder.store(F32(NEVER), top)
         position = e.load_int(self.rows, row)
@@ -281,7 +281,7 @@ class _Prefill(PagedKernel):
             slots = [e.mul(e.add(slot, e.least(key + lane, last)), shape.head_dim) for lane in range(LANES)]
             with e.loop(0, shape.head_dim, LANES) as part:
                 vectors = [e.load(self.k, e.add(start, part)) for start in slots]
-                for lane, vector in enumerate(transposed(e, vectors)):
+                for lane, vector in enumerate(e.transposed(vectors)):
                     e.store(vector, self.keys, e.add(e.mul(e.add(part, lane), shape.keys), key))
 
     def _scores(self, at: Any) -> None:
@@ -291,7 +291,7 @@ class _Prefill(PagedKernel):
         parts = shape.keys // LANES
         for first in range(0, parts, 2):
             width = min(2, parts - first)
-            sums = [zeros(e, width) for _ in range(ROWS)]
+            sums = [e.zeros(width) for _ in range(ROWS)]
             starts = [e.mul(e.add(at, row), shape.head_dim) for row in range(ROWS)]
             with e.loop(0, shape.head_dim) as channel:
                 place = e.add(e.mul(channel, shape.keys), first * LANES)
@@ -310,18 +310,17 @@ class _Prefill(PagedKernel):
         e = self.e
         shape = self.shape
         builder = self.e.builder
-        kind = ir.VectorType(I32, LANES)
         newest = e.builder.trunc(builder.sub(position, here), I32)
         oldest = e.builder.trunc(builder.sub(self.first_seen(position), here), I32)
-        newest = splat_int32(e, newest)
-        oldest = splat_int32(e, oldest)
+        newest = e.splat(newest)
+        oldest = e.splat(oldest)
         start = e.mul(at, shape.keys)
         scores = []
         for key in range(0, shape.keys, LANES):
-            numbers = builder.add(lane_numbers(), ir.Constant(kind, [I32(key)] * LANES))
+            numbers = builder.add(constants(I32, range(LANES)), e.splat(key))
             seen = builder.and_(builder.icmp_signed("<=", numbers, newest), builder.icmp_signed(">=", numbers, oldest))
             if key + LANES > shape.block_size:
-                inside = ir.Constant(kind, [I32(shape.block_size)] * LANES)
+                inside = e.splat(shape.block_size)
                 seen = builder.and_(seen, builder.icmp_signed("<", numbers, inside))
             score = e.load(self.scores, e.add(start, key))
             scores.append(builder.select(seen, score, e.splat(float("-inf"))))
@@ -381,23 +380,3 @@ class _Prefill(PagedKernel):
         for part in range(0, shape.value_dim, LANES):
             value = e.builder.fmul(e.load(self.mixed, e.add(e.mul(at, shape.value_dim), part)), share)
             e.store(value, self.out, e.add(start, part))
-
-
-def splat_int32(e: Emitter, value: Any) -> Any:
-    kind = ir.VectorType(I32, LANES)
-    single = e.builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
-    return e.builder.shuffle_vector(single, ir.Constant(kind, ir.Undefined), ir.Constant(kind, [I32(0)] * LANES))
-
-
-def transposed(e: Emitter, vectors: list[Any]) -> list[Any]:
-    """Return the transpose of 16 vectors of 16 floats."""
-    result = list(vectors)
-    for step in (8, 4, 2, 1):
-        low = [lane if not lane & step else LANES + (lane ^ step) for lane in range(LANES)]
-        high = [lane ^ step if not lane & step else LANES + lane for lane in range(LANES)]
-        masks = [ir.Constant(ir.VectorType(I32, LANES), [I32(lane) for lane in mask]) for mask in (low, high)]
-        for first in range(LANES):
-            if not first & step:
-                pair = result[first], result[first | step]
-                result[first], result[first | step] = (e.builder.shuffle_vector(*pair, mask) for mask in masks)
-    return result

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pagoda.backends.cpu_kernels.emission.emit import F32, I16, I64, LANES, Emitter
 from pagoda.backends.cpu_kernels.emission.jit import Kernel
-from pagoda.backends.cpu_kernels.emission.tiles import SIDE, Tiles, available
+from pagoda.backends.cpu_kernels.emission.tiles import SIDE, TileRegisters, available
 from pagoda.backends.cpu_kernels.rows import activated
 
 COLUMNS: Final = 2 * SIDE
@@ -90,7 +90,7 @@ class _TileProduct:
         self.out_stride = e.argument(5)
         self.bias = e.pointer(6, F32) if bias else None
         self.units = units = e.argument(7)
-        self.tiles = Tiles(e)
+        self.tiles = TileRegisters(e)
         self.sums = e.variable(F32, _BLOCK * _BLOCK)
         self.row_before = e.variable(I64)  # of the sums that are not written yet
         self.unit_before = e.variable(I64)
