@@ -106,6 +106,48 @@ def test_files_named_in_the_documents_exist(document: str) -> None:
         assert (ROOT / name).exists() or (ROOT / f"{name}.py").exists(), name
 
 
+def python_files() -> dict[str, str]:
+    """The text of every file of the product, its tests and its tools, by path."""
+    folders = ("common", "server", "backends", "kernels_pallas", "benchmarks", "tests", "tools")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
+
+
+def test_names_in_the_documents_are_those_of_the_code() -> None:
+    """A member beside its class is in the class's file, and a file named alone exists. vLLM's files are not here."""
+    files = python_files()
+    classes: dict[str, list[str]] = {}
+    for text in files.values():
+        for name in re.findall(r"^class (\w+)", text, re.MULTILINE):
+            classes.setdefault(name, []).append(text)
+    stems = {Path(path).name for path in files}
+    wrong: list[str] = []
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        for name, member in re.findall(r"`([A-Z]\w+)\.(\w+)", text):
+            if name in classes and not any(re.search(rf"\b{member}\b", source) for source in classes[name]):
+                wrong.append(f"{document}: {name}.{member}")
+        if document != "docs/guides/coming-from-vllm.md":
+            wrong += [f"{document}: {name}" for name in re.findall(r"`(\w+\.py)`", text) if name not in stems]
+    assert wrong == []
+
+
+def test_the_table_of_the_architecture_names_what_is_in_its_files() -> None:
+    files = python_files()
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (.*?\?) \| `(.*?)` \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) > 15
+    wrong: list[str] = []
+    for question, file, answer in rows:
+        named = [file, *re.findall(r"`([\w/]+\.py)`", answer)]
+        sources = [text for path, text in files.items() if path.endswith(tuple(named))]
+        for name in re.findall(r"`([A-Za-z_]\w*)(?:\.(?!py`)\w+)?`", answer):
+            is_ours = "_" in name or name[0].isupper()
+            if is_ours and not any(re.search(rf"^\s*(class|def|async def) {name}\b", s, re.MULTILINE) for s in sources):
+                wrong.append(f"{question} {name}")
+    assert wrong == []
+
+
 @each_row("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", (ROOT / document).read_text()):
