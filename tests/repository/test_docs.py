@@ -60,6 +60,13 @@ def test_the_reference_of_the_api_lists_the_routes_and_bodies_of_every_package()
     ):
         assert f"`{route}`" in page, route
     assert {"ChatCompletionRequest", "ResponsesRequest", "EmbeddingChatRequest"} <= set(interface.bodies())
+    declared = {
+        f"`{method.upper()} {path.replace(':path', '')}`"
+        for file in (ROOT / "server" / "api").rglob("*.py")
+        for method, path in re.findall(r"@router\.(get|post|put|delete)\(\s*\"([^\"]+)\"", file.read_text())
+    }
+    assert len(declared) > 50
+    assert [route for route in sorted(declared) if route not in page] == []
 
 
 def test_every_error_that_is_shown_is_in_the_page_of_troubleshooting() -> None:
