@@ -7,18 +7,19 @@ from typing import Final
 from pagoda.common.weights.quantization.support import SchemeSupport
 from pagoda.common.weights.quantization.tensors import Blocks, Codes4, Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme
 
-COMPILED: Final = "8-bit activations by own kernels (llvmlite; AVX-512 VNNI or AVX-VNNI)"
+COMPILED: Final = "own kernels with 8-bit activations (llvmlite; AVX-512 VNNI or AVX-VNNI)"
 """Where these are missing the scheme is dequantised at load, as every scheme is with --dtype float32."""
 
 _DEQUANTISES: Final = SchemeSupport("dequantises", "the model's type")
-_ANY_PROCESSOR: Final = SchemeSupport("computes", f"{COMPILED}, else oneDNN")
-_KERNEL: Final = SchemeSupport("computes", f"{COMPILED}, else dequantises")
+_ANY_PROCESSOR: Final = SchemeSupport("computes", f"{COMPILED}; elsewhere oneDNN")
+_KERNEL: Final = SchemeSupport("computes", f"{COMPILED}; elsewhere dequantises at load")
 _FLOAT8: Final = SchemeSupport(
     "dequantises", "the model's type, 2 bytes per weight: no CPU multiplies float8, and int8 does not hold its values"
 )
 _PARTS: Final = SchemeSupport(
     "computes",
-    "some rows are dequantised at a time, at every product, where others have kernels, else dequantises",
+    "each product dequantises a few rows at a time, where the processor has kernels for the other types; elsewhere "
+    "dequantises at load",
 )
 _REPACKED: Final = frozenset({"Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "MXFP4", "NVFP4"})
 """ggml's types that are repacked as numbers of 4 to 8 bits with scales, at 1.15 times the bytes at most.

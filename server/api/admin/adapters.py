@@ -18,7 +18,7 @@ class LoadLoRAAdapterRequest(RequestBody):
 
 
 class UnloadLoRAAdapterRequest(RequestBody):
-    """The adapter to serve no longer. `lora_int_id` is not needed: names are unique."""
+    """The adapter to stop serving. `lora_int_id` is not needed: names are unique."""
 
     lora_name: str
     lora_int_id: int | None = None
