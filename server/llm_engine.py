@@ -60,8 +60,8 @@ logger = logging.getLogger(__name__)
 class LLMEngine(ExplainsMissingMethods):
     """Add requests, then call step() until has_unfinished_requests() is False.
 
-    Raises ConfigError, ModelError or WeightError if the engine cannot start. No effect have `executor_class` (the
-    backend decides), `usage_context`, `mm_registry` and `multiprocess_mode`; `stat_loggers` are refused. `log_stats`
+    Raises ConfigError, ModelError or WeightError if the engine cannot start. `executor_class` (the backend decides),
+    `usage_context`, `mm_registry` and `multiprocess_mode` have no effect; `stat_loggers` are refused. `log_stats`
     False: collect no metrics. `build` builds the engine and `open_text` opens the tokenizer, for tests.
     """
 

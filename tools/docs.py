@@ -441,12 +441,10 @@ def _route_rows() -> list[tuple[str, str]]:
 
 def _routes() -> Iterator[APIRoute]:
     """Yield the routes of all APIs, including those that need a flag."""
-    for package in ("openai", "openai.responses", "anthropic", "cohere", "pooling", "admin"):
-        folder = Path(api.__file__).parent.joinpath(*package.split("."))
-        for module in pkgutil.iter_modules([str(folder)]):
-            for value in vars(import_module(f"{api.__name__}.{package}.{module.name}")).values():
-                if isinstance(value, APIRouter):
-                    yield from (route for route in value.routes if isinstance(route, APIRoute))
+    for module in pkgutil.walk_packages(api.__path__, f"{api.__name__}."):
+        for value in vars(import_module(module.name)).values():
+            if isinstance(value, APIRouter):
+                yield from (route for route in value.routes if isinstance(route, APIRoute))
 
 
 def _json_type(schema: Mapping[str, Any]) -> str:

@@ -10,18 +10,19 @@ from pagoda.common.weights.gguf.groups import group_format
 from pagoda.common.weights.quantization.schemes import Blocks, Codes4, Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme
 from pagoda.common.weights.quantization.support import SchemeSupport
 
-COMPILED: Final = "8-bit activations by own kernels (llvmlite; AVX-512 VNNI or AVX-VNNI)"
+COMPILED: Final = "own kernels with 8-bit activations (llvmlite; AVX-512 VNNI or AVX-VNNI)"
 """Where these are missing the scheme is dequantised at load, as every scheme is with --dtype float32."""
 
-_ANY_PROCESSOR: Final = SchemeSupport("computes", f"{COMPILED}, else oneDNN")
-_KERNEL: Final = SchemeSupport("computes", f"{COMPILED}, else dequantises")
+_ANY_PROCESSOR: Final = SchemeSupport("computes", f"{COMPILED}; elsewhere oneDNN")
+_KERNEL: Final = SchemeSupport("computes", f"{COMPILED}; elsewhere dequantises at load")
 _DEQUANTISES: Final = SchemeSupport("dequantises", "the model's type")
 _FLOAT8: Final = SchemeSupport(
     "dequantises", "the model's type, 2 bytes per weight: no CPU multiplies float8, and int8 does not hold its values"
 )
 _IN_PARTS: Final = SchemeSupport(
     "computes",
-    "some rows are dequantised at a time, at every product, where others have kernels, else dequantises",
+    "each product dequantises a few rows at a time, where the processor has kernels for the other types; elsewhere "
+    "dequantises at load",
 )
 
 ROUNDED_ON_DEVICE: Final[tuple[str, ...]] = ()

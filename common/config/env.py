@@ -431,7 +431,7 @@ ENGINE_ITERATION_TIMEOUT_S: Final = _ours(
 )
 KEEP_ALIVE_ON_ENGINE_DEATH: Final = _ours(
     "KEEP_ALIVE_ON_ENGINE_DEATH",
-    "1: keep the server running after the engine dies; every request then gets HTTP 503.",
+    "1: keep the server running after the engine dies; requests then get HTTP 500, /health HTTP 503 with the cause.",
     "keep_alive_on_engine_death",
 )
 HTTP_TIMEOUT_KEEP_ALIVE: Final = _ours(

@@ -710,7 +710,7 @@ def last_of_most(waiting: Mapping[str, list[T]], count: int) -> list[T]:
 
 
 class OverLimitError(QueueFullError):
-    """A request that does not fit now. `reason`: the limit, one of REJECTION_REASONS."""
+    """A request that does not fit now: HTTP 429. `reason` names the limit that it exceeds."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

@@ -135,7 +135,7 @@ class ServedAdapters:
             await self._add(name, folder, self._llm.names[0])
 
     async def unload(self, name: str) -> None:
-        """Serve an adapter no longer; its running requests go on. Raises HttpError."""
+        """Stop serving an adapter; its running requests continue. Raises HttpError."""
         _check_allowed()
         async with self._lock:
             if not await self._withdraw(name):

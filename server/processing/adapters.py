@@ -100,7 +100,7 @@ class AdapterRegistry:
         self.add(adapter)
 
     def withdraw(self, name: str) -> Adapter | None:
-        """Serve the adapter no longer; return it, None if there is none of that name."""
+        """Stop serving the adapter and return it; None if no adapter has that name."""
         served = self._served.pop(name, None)
         if served is not None:
             self.remove(served.adapter.number)

@@ -261,7 +261,7 @@ class FlagParser(argparse.ArgumentParser):
             const="",
             default=argparse.SUPPRESS,
             metavar="WHAT",
-            help="Show this help; --help=WHAT shows a group, a flag, flags that match a word, listgroup, or all.",
+            help="Show this help. WHAT: a group, a flag, a word to search for, listgroup (the groups) or all.",
         )
 
     def parse_known_args(  # type: ignore[override]

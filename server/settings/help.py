@@ -21,6 +21,7 @@ _ORDER: Final = ("implemented", "no effect", "refused")
 _HUMAN: Final = (human_readable_int, human_readable_int_or_auto)
 _INDENT: Final = 30
 _MAX_METAVAR: Final = 40
+_NUMBERS: Final = (int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,12 @@ def help_text(page: Page, topic: str) -> str:
 
 def overview(page: Page) -> str:
     """Return usage, the command's own flags, the names of the shared groups, and hints."""
-    own_groups = [group for group in page.groups if not _is_shared(group)]
+    own_groups = [group for group in page.groups if group.name not in _SHARED]
     shared = [group for group in page.groups if _is_shared(group)]
+    single = [flag for group in page.groups if group.name in _SHARED and not _is_shared(group) for flag in group.flags]
     parts = [_usage(page), page.description, *map(_group, own_groups)]
+    if single:
+        parts.append("\n".join(["Other flags:", *_columns((_synopsis(flag), _text(flag)) for flag in single)]))
     if shared:
         parts.append("\n".join(["Flag groups:", *_groups(shared)]))
         parts.append("\n".join(["More help:", *_hints(page, shared)]))
@@ -95,6 +99,7 @@ def overview(page: Page) -> str:
 
 
 def _is_shared(group: Group) -> bool:
+    """True if the overview lists the group's name only; a command may also have a single flag of such a group."""
     return group.name in _SHARED and len(group.flags) > 1
 
 
@@ -215,11 +220,16 @@ def describe(setting: Setting, values: Sequence[str] = ()) -> str:
 
 
 def metavar(setting: Setting) -> str:
-    """Return the placeholder of a flag's value: its choices if they are short."""
+    """Return the placeholder of a flag's value: short choices, N for a number, or a word of its name."""
     choices = "{" + ",".join(map(str, setting.choices or ())) + "}"
     if setting.choices and len(choices) <= _MAX_METAVAR:
         return choices
-    return "JSON" if setting.is_json else setting.name.rpartition("_")[2].upper()
+    if setting.is_json:
+        return "JSON"
+    if setting.value_type in _NUMBERS:
+        return "N"
+    word = setting.name.rpartition("_")[2]
+    return "FILE" if word == "json" else word.upper()
 
 
 def default_text(setting: Setting) -> str:

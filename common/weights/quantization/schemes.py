@@ -373,7 +373,7 @@ SCHEME_ROWS: Final[Mapping[str, Scheme]] = {
     "INT8, groups with zero points": Int8((1, 128), offsets=True),
     "INT4, groups": Int4((1, 128)),
     "INT4, groups with zero points": Int4((1, 128), offsets=True),
-    "INT4, groups in an order of their own (desc_act)": Int4((1, 128), ordered=True),
+    "INT4, groups of reordered inputs (desc_act)": Int4((1, 128), ordered=True),
     "MXFP4": Mxfp4(),
     "NVFP4": Nvfp4(),
     "NF4 (bitsandbytes)": Codes4("nf4", (1, 64)),

@@ -76,7 +76,7 @@ def test_the_declaration_is_what_loading_does(
     for name, scheme in SCHEME_ROWS.items():
         support: SchemeSupport = declared(scheme, experts)
         assert support.how
-        if backend == "reference" and "else dequantises" in support.how and not lanes():
+        if backend == "reference" and "elsewhere dequantises" in support.how and not lanes():
             support = SchemeSupport("dequantises", "the model's type")
         if isinstance(scheme, Blocks) and name not in OF_BLOCKS and support.kind == "dequantises":
             continue
