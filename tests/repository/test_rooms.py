@@ -10,12 +10,11 @@ from structure import ROOT, Tree
 
 OUTSIDE = {
     "Attention": (
-        *("backends/fallback/attention.py", "backends/fallback/describe.py", "backends/fallback/tracing.py"),
-        *("common/models/drafters.py", "common/models/family.py", "common/models/spec.py"),
-        *("common/models/transformers_spec.py",),
+        "backends/fallback/attention.py",
+        *("common/models/family.py", "common/models/spec.py", "common/models/transformers_spec.py"),
     ),
 }
-"""Mixer -> files outside its rooms that name it: models of transformers attend and nothing else, and so do drafters."""
+"""Mixer -> files outside its rooms that name it: models of transformers attend and nothing else."""
 
 FILES_OF_SCHEMES = {
     **{"Float8": 15, "Int8": 17, "Int4": 14, "Mxfp4": 13, "Nvfp4": 11, "Codes4": 7, "Blocks": 15},

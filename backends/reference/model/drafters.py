@@ -18,7 +18,7 @@ from pagoda.backends.reference.memory import LayerCache, held_bytes
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.feed_forward import paged_makers
 from pagoda.backends.reference.model.linear import float32_linear
-from pagoda.backends.reference.model.mixers.attention.projection import load_attention
+from pagoda.backends.reference.model.mixers.registry import ops_of
 from pagoda.backends.reference.model.mixers.rotary import RotaryTables
 from pagoda.backends.reference.model.named_ops import ReferenceOps, named_parts
 from pagoda.backends.reference.model.numerics import Numerics
@@ -177,7 +177,7 @@ class FeatureDecoder:
             "inputs.embed_norm": given.norm("embed_norm"),
             "inputs.hidden_norm": given.norm("hidden_norm"),
             "inputs.project": given.linear("project"),
-            "inputs.attention": None if attention is None else load_attention(given, "attention", attention),
+            "inputs.attention": None if attention is None else ops_of(attention).load(given, "attention", attention),
         }
         ops = ReferenceOps(parts, numerics, operators(numerics))
         self.layers = FeatureLayers(spec, ops, paged_makers(ops), parts["head"], parts.get("embed_out"), target_ids)
