@@ -173,6 +173,15 @@ def _sees_all(module: nn.Module, mask: Tensor | None) -> bool:
     return rule is not None and all(bool(rule.visible(query, _PROBED_KEYS).all()) for query in (0, _PROBED_KEYS // 2))
 
 
+@dataclass(frozen=True, slots=True)
+class TracedLayers:
+    """A model on torch's meta device, and what a forward pass showed of it."""
+
+    model: Any
+    attention: tuple[Attention, ...]  # of each call, in the order of the calls
+    width: int  # of the hidden states
+
+
 @dataclass(slots=True)
 class TracedCalls:
     """Records what each call attends to. Raises ModelError for what the paged attention does not compute."""

@@ -391,13 +391,18 @@ class JaxBackend:
                 sampler.start(start)
         self._copy_states(active, programs)
         shape, packed = make_batch(active, shards, programs.program_set.shapes, shards * size)
-        inputs: tuple[Any, ...] = (self._leaves, self._caches, sampler.history, packed)
         if any(plan.embeds is not None for plan in active.values()):
             embeds = make_embeds(active, shards, shape.tokens, self.model.spec.hidden_width, self.model.dtype)
-            self._caches, hidden, logits, *left = programs[ForwardEmbeds(shape)](*inputs, embeds)
+            self._caches, hidden, logits, *left = programs[ForwardEmbeds(shape)](
+                self._leaves, self._caches, sampler.history, packed, embeds
+            )
         else:
-            self._caches, hidden, logits, *left = programs[Forward(shape)](*inputs)
-        step = EnqueuedStep(active, shape, packed, logits, *left)
+            self._caches, hidden, logits, *left = programs[Forward(shape)](
+                self._leaves, self._caches, sampler.history, packed
+            )
+        step = EnqueuedStep(
+            plans=active, shape=shape, packed=packed, logits=logits, draft_inputs=left[0] if left else None
+        )
         scores = {
             shard: self._score_prompts(shard, plan, hidden, programs, sampler, adapted=shape.adapted)
             for shard, plan in active.items()

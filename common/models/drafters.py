@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from pagoda.common.models.mixers import Attention, Mixer
+from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.mixers.caches import CacheSpec
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
 from pagoda.common.models.rope import Rope
@@ -55,7 +55,7 @@ class AttendedInputs:
     `norms_residual` hidden_norm(h).
     """
 
-    attention: Attention  # An attention with `beside_embedding`.
+    attention: Mixer  # The attention reads the embedding, too.
     embed_norm: Norm
     hidden_norm: Norm
     norms_residual: bool = False

@@ -10,12 +10,11 @@ from structure import ROOT, Tree
 
 OUTSIDE = {
     "Attention": (
-        *("backends/fallback/attention.py", "backends/fallback/describe.py", "backends/fallback/tracing.py"),
-        *("common/models/drafters.py", "common/models/family.py", "common/models/spec.py"),
-        *("common/models/transformers_spec.py",),
+        "backends/fallback/attention.py",
+        *("common/models/family.py", "common/models/spec.py", "common/models/transformers_spec.py"),
     ),
 }
-"""Mixer -> files outside its rooms that name it: models of transformers attend and nothing else, and so do drafters."""
+"""Mixer -> files outside its rooms that name it: models of transformers attend and nothing else."""
 
 FILES_OF_A_SCHEME = 6
 """Its definition, a reader of checkpoints' methods, GGUF's groups, and a file per backend."""

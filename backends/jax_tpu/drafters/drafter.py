@@ -206,4 +206,6 @@ def build_drafter(spec: DrafterSpec, target: StepModel) -> JaxDrafter:
     )
     caches = target.cache_index.after(len(target.spec.caches))
     arrays = module_arrays(lambda: make_draft_decoder(spec, caches, target.max_len, build), target.mesh)
-    return JaxDrafter(spec, target, *arrays)
+    return JaxDrafter(
+        spec=spec, target=target, leaves=arrays.leaves, paths=arrays.paths, axes=arrays.axes, split=arrays.split
+    )

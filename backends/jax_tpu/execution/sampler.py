@@ -202,8 +202,11 @@ class JaxSampler:
             logits = programs[MaskLogits(seqs, rows=count)](logits, bits, masked)
         if penalised:
             packed = _penalties(penalised, rows, width, drafts=self.width > 1)
-            before = (self.history,) if self.width > 1 else ()
-            logits = programs[PenaliseLogits(seqs)](logits, self._counts, packed, *before, *shift_rows)
+            penalise = programs[PenaliseLogits(seqs)]
+            if self.width > 1:
+                logits = penalise(logits, self._counts, packed, self.history, rules[7])
+            else:
+                logits = penalise(logits, self._counts, packed)
         return logits
 
 

@@ -11,7 +11,7 @@ from pagoda.backends.reference.memory import LayerCache, held_bytes
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.feed_forward import paged_makers
 from pagoda.backends.reference.model.linear import float32_linear
-from pagoda.backends.reference.model.mixers.attention.projection import load_attention
+from pagoda.backends.reference.model.mixers.registry import ops_of
 from pagoda.backends.reference.model.mixers.rotary import RotaryTables
 from pagoda.backends.reference.model.named_ops import ReferenceOps, named_parts
 from pagoda.backends.reference.model.numerics import Numerics
@@ -125,4 +125,123 @@ def _feature_params(spec: FeatureDrafter, named: dict[str, Tensor], target: Deco
         prefix = f"layers.{index}"
         tensors = {name: tensor for name, tensor in named.items() if name.startswith(f"{prefix}.")}
         layers |= load_layer(NamedWeights({**tensors}, numerics), prefix, layer)
+<<<<<<< HEAD
     return ModelParams(parts | layers, held_bytes(layers))
+=======
+    return ModelParams(parts | layers, held_bytes(layers)), beside
+
+
+class LanguageDecoder:
+    """A language model that reads tokens alone."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.num_bytes = decoder.params.num_bytes
+
+    def records(self, num_tokens: int) -> bool:
+        return self.decoder.records(num_tokens)
+
+    def first(self, step: DraftInput) -> Guessed:
+        hidden = self.decoder.hidden(step.token_ids, step.batch, dict(step.caches))
+        if not len(step.last):
+            return Guessed(step.last, None)
+        return Guessed(self.decoder.logits(hidden[step.last]).argmax(-1), None)
+
+    def next(self, step: DraftInput, number: int) -> Guessed:
+        return self.first(step)
+
+
+class FeatureDecoder:
+    """Layers over embeddings and hidden states."""
+
+    def __init__(
+        self,
+        spec: FeatureDrafter,
+        params: ModelParams,
+        beside: dict[str, Tensor],
+        target: Decoder,
+        numerics: Numerics,
+        max_len: int,
+    ) -> None:
+        """`beside`: the parameters outside of the layers. `target`: whose embedding and head are shared."""
+        model = spec.model
+        target_ids = beside.pop("target_ids", None)
+        given = NamedWeights({name.removeprefix("inputs."): value for name, value in beside.items()}, numerics)
+        attention = spec.inputs.attention if isinstance(spec.inputs, AttendedInputs) else None
+        parts = named_parts(model, params) | {
+            "inputs.embed_norm": given.norm("embed_norm"),
+            "inputs.hidden_norm": given.norm("hidden_norm"),
+            "inputs.project": given.linear("project"),
+            "inputs.attention": None if attention is None else ops_of(attention).load(given, "attention", attention),
+        }
+        ops = ReferenceOps(parts, numerics, operators(numerics))
+        self.layers = FeatureLayers(spec, ops, paged_makers(ops), parts["head"], parts.get("embed_out"), target_ids)
+        self.rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
+        self.num_bytes = params.num_bytes + held_bytes(beside)
+
+    def records(self, num_tokens: int) -> bool:
+        return False
+
+    def first(self, step: DraftInput) -> Guessed:
+        assert step.features is not None, "it reads the target's hidden states"
+        return self._run(step, self.layers.read(step.features))
+
+    def next(self, step: DraftInput, number: int) -> Guessed:
+        assert step.features is not None, "the pass before returned some"
+        return self._run(step, step.features)
+
+    def _run(self, step: DraftInput, features: Tensor) -> Guessed:
+        positions = step.batch.positions
+        rotations = self.rotary.at(positions)
+        x = self.layers.run(step.token_ids, positions, features, step.batch, step.caches, rotations)
+        return Guessed(*self.layers.guess(x[step.last])) if len(step.last) else Guessed(step.last, None)
+
+
+class HeadsDecoder:
+    """A head per guess."""
+
+    def __init__(self, spec: HeadsDrafter, named: dict[str, Tensor], numerics: Numerics) -> None:
+        self.num_bytes = held_bytes(named)
+        weights = NamedWeights({**named}, numerics)
+        self.heads = HeadsGuesser(spec, weights.linear, lambda name: float32_linear(weights.take(name), None, numerics))
+
+    def records(self, num_tokens: int) -> bool:
+        return False
+
+    def first(self, step: DraftInput) -> Guessed:
+        assert step.features is not None
+        hidden = step.features[step.last]
+        return Guessed(self.heads.guess(0, hidden), hidden)
+
+    def next(self, step: DraftInput, number: int) -> Guessed:
+        assert step.features is not None
+        return Guessed(self.heads.guess(number, step.features), step.features)
+
+
+class StagesDecoder:
+    """A stage per guess over a state and the token before."""
+
+    def __init__(self, spec: StagesDrafter, named: dict[str, Tensor], numerics: Numerics) -> None:
+        self.num_bytes = held_bytes(named)
+        weights = NamedWeights({**named}, numerics)
+
+        def head(name: str) -> Linear:
+            return float32_linear(weights.take(name), None, numerics)
+
+        def tensor(name: str) -> Tensor:
+            return weights.take(name) if name.endswith(".embed") else weights.take_wide(name)
+
+        self.stages = StagesGuesser.of(spec, weights.linear, head, tensor)
+
+    def records(self, num_tokens: int) -> bool:
+        return False
+
+    def first(self, step: DraftInput) -> Guessed:
+        assert step.features is not None
+        state = self.stages.first_state(step.features[step.last])
+        return Guessed(*self.stages.guess(0, state, step.token_ids[step.last]))
+
+    def next(self, step: DraftInput, number: int) -> Guessed:
+        assert step.features is not None
+        return Guessed(*self.stages.guess(number, step.features, step.token_ids))
+>>>>>>> h6

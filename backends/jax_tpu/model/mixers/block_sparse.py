@@ -77,7 +77,7 @@ class JaxBlockIndex(nnx.Module):
             decode_only=step.decode_only,
             **kernel.options,
         )
-        knobs = make_knobs(self.attention.scale, *(None,) * 6)
+        knobs = make_knobs(self.attention.scale)
         return attend_to_blocks(
             q, cache, selected, layout=layout, layer=layer, batch=batch, rule=self.rule, knobs=knobs, **kernel.options
         )

@@ -191,7 +191,7 @@ class JaxLatentAttention(MixerModule):
         cache = store_latents(
             latents, cache, layer, batch, layout, use_kernel=kernel.use_kernel, interpret=kernel.interpret
         )
-        knobs = make_knobs(spec.scale, *(None,) * 6)
+        knobs = make_knobs(spec.scale)
         decode_only = step.decode_only
         options = {"layout": layout, "decode_only": decode_only, **kernel.options}
         return selected_attention(q, cache, layer, batch, knobs, selection, **options), cache
@@ -218,7 +218,7 @@ class JaxLatentAttention(MixerModule):
             cache,
             layer,
             batch.cleaned(),
-            make_knobs(self.spec.scale, *(None,) * 6),
+            make_knobs(self.spec.scale),
             expansion,
             layout=_latents(self.spec, kernel),
             heads=_expanded_heads(self.spec, q.shape[1]),
