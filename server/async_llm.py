@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, Unpack, overload
 
 from pagoda.common.config.engine import EngineConfig
@@ -73,13 +73,11 @@ from pagoda.server.processing.workers.grammar_check import MAX_WAITING, GrammarC
 from pagoda.server.processing.workers.waiting_lines import TextThreads
 from pagoda.server.processing.workers.worker import TemplateRenderer
 from pagoda.server.settings.flags import EngineArgs
-from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.vllm.config_views import ModelView, VllmConfigView
-from pagoda.server.vllm.missing_methods import ExplainsMissingMethods
+from pagoda.server.vllm.engine_views import EngineViews
 from pagoda.server.vllm.request_types import LoRARequest, RequestOptions, shows_options
 from pagoda.server.vllm.script_helpers import UsageContext
-from pagoda.server.vllm.tokenizer_view import HfTokenizer
 
 if TYPE_CHECKING:
     from pagoda.common.observe.tracing import Tracer
@@ -115,7 +113,7 @@ class MetricsRecorder(Protocol):
         ...
 
 
-class AsyncLLM(ExplainsMissingMethods):
+class AsyncLLM(EngineViews):
     """An engine for many concurrent requests, in one event loop.
 
     The engine starts at once, in its own process, or with `in_process` in a thread. With `wait` the constructor returns
@@ -289,41 +287,6 @@ class AsyncLLM(ExplainsMissingMethods):
         """Renders chat templates."""
         return self._ready().inputs.processor.templates
 
-    @property
-    def text(self) -> Tokenizer:
-        """The model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
-        tokenizer = self._ready().tokenizer
-        if tokenizer is None:
-            raise ConfigError("--skip-tokenizer-init", "the tokenizer is switched off; drop this flag")
-        return tokenizer
-
-    def get_tokenizer(self) -> HfTokenizer:
-        """Return the model's tokenizer, with Hugging Face's interface; it may be awaited.
-
-        Raises ConfigError with skip_tokenizer_init.
-        """
-        return self._hf_tokenizer
-
-    @cached_property
-    def _hf_tokenizer(self) -> HfTokenizer:
-        return HfTokenizer(self.text, str(self.config.model.model), self.max_model_len)
-
-    @property
-    def tokenizer(self) -> HfTokenizer | None:
-        """The model's tokenizer, with Hugging Face's interface; None with skip_tokenizer_init."""
-        return None if self._ready().tokenizer is None else self._hf_tokenizer
-
-    @cached_property
-    def vllm_config(self) -> VllmConfigView:
-        """The configuration with vLLM's attributes: what the engine resolved, else what was set."""
-        return VllmConfigView(self.config, self.info, lambda: read_hf_config(self.config))
-
-    @property
-    def model_config(self) -> ModelView:
-        """The model's part of `vllm_config`."""
-        view: ModelView = self.vllm_config.model_config
-        return view
-
     async def get_model_config(self) -> ModelView:
         """Return `model_config`."""
         return self.model_config
@@ -334,11 +297,7 @@ class AsyncLLM(ExplainsMissingMethods):
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         """Return "generate", or the tasks of a pooling model."""
-        return ("generate",) if self.info.pooling is None else tuple(self.info.pooling.tasks)
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return SamplingParams with what generation_config.json sets."""
-        return SamplingParams.from_optional(**{"max_tokens": SamplingParams.max_tokens} | self.info.sampling_defaults)
+        return self.tasks
 
     @shows_options(RequestOptions, priority=0)
     async def generate(
