@@ -121,58 +121,53 @@ class SamplingType(IntEnum):
 
 @dataclass
 class SamplingParams:
-    """How to continue a prompt. Units: tokens for counts, natural log for biases and penalties.
+    """How to continue a prompt. Units: tokens for counts, natural log for biases and penalties."""
 
-    `top_k` 0 or -1 keeps all tokens. `max_tokens` None: up to the model's context. `logprobs` and `prompt_logprobs`:
-    number of best tokens to report, -1 for the vocabulary. `logprob_token_ids`: report these instead of the best.
-    `seed` None or -1: the server chooses; with n > 1, answer i samples with seed + i. `truncate_prompt_tokens`: keep
-    the last N prompt tokens, the first with `truncation_side` "right"; -1: the model's context. `stream_interval`:
-    tokens between two outputs, instead of the engine's. `thinking_token_budget`: maximum reasoning tokens, or -1.
-    `skip_clone` promises that the caller will not change the object: `clone` then shares its lists (the engine
-    never needs a clone, because `rules` freezes what it uses).
-    """
-
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    watermarking: bool | None = None
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
+    n: int = 1  # number of outputs per prompt
+    presence_penalty: float = 0.0  # subtracted from the logit of each token that the output contains
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time that the output contains it
+    repetition_penalty: float = 1.0  # makes tokens of prompt and output less likely above 1, more likely below 1
+    temperature: float = 1.0  # divides the logits; 0: always the most likely token
+    watermarking: bool | None = None  # refused: not in this version
+    top_p: float = 1.0  # sample from the fewest tokens whose probabilities add up to this; 1: from all
+    top_k: int = 0  # sample from this many of the most likely tokens; 0 or -1: from all
+    min_p: float = 0.0  # sample from tokens at least this likely, relative to the most likely one; 0: from all
+    seed: int | None = None  # None or -1: the server chooses; with n > 1, output i samples with seed + i
+    stop: str | list[str] | None = None  # texts that end the output; they are not part of it
+    stop_token_ids: list[int] | None = None  # tokens that end the output
+    ignore_eos: bool = False  # continue after an end-of-sequence token
+    max_tokens: int | None = 16  # maximum length of an output; None: up to the model's context
     min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    prompt_logprob_token_ids: Any = None
-    prompt_logprob_start: int | None = None
-    logprob_token_ids: list[int] | None = None
-    flat_logprobs: bool = False
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    stream_interval: int | None = None
+    """Length before which no end-of-sequence or stop token is generated and no stop text ends the output."""
+    logprobs: int | None = None  # number of best tokens to report for each token of the output; -1: all
+    prompt_logprobs: int | None = None  # number of best tokens to report for each token of the prompt; -1: all
+    prompt_logprob_token_ids: Any = None  # refused: not in this version
+    prompt_logprob_start: int | None = None  # refused: not in this version
+    logprob_token_ids: list[int] | None = None  # report these tokens instead of the best
+    flat_logprobs: bool = False  # refused: not in this version
+    detokenize: bool = True  # False: outputs have token ids only, no text
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    spaces_between_special_tokens: bool = True  # False: no space before a special token, where the tokenizer adds one
+    include_stop_str_in_output: bool = False  # the text that ended the output is part of it
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # what each output of a stream contains
+    stream_interval: int | None = None  # tokens between two outputs; None: --stream-interval
     skip_clone: bool = False
-    output_text_buffer_length: int = 0
-    structured_outputs: StructuredOutputsParams | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    extra_args: dict[str, Any] | None = None
-    bad_words: list[str] | None = None
-    skip_reading_prefix_cache: bool | None = None
-    thinking_token_budget: int | None = None
-    repetition_detection: RepetitionDetectionParams | None = None
-    routed_experts_prompt_start: int = 0
-    trace_decode_token_ids: list[int] | None = None
+    """The caller will not change the object, so that `clone` may share its lists. The engine needs no clone."""
+    output_text_buffer_length: int = 0  # refused: not in this version
+    structured_outputs: StructuredOutputsParams | None = None  # the constraint that the output conforms to
+    logit_bias: dict[int, float] | None = None  # token id -> number that is added to its logit
+    allowed_token_ids: list[int] | None = None  # generate only these tokens
+    extra_args: dict[str, Any] | None = None  # arguments of logits processors
+    bad_words: list[str] | None = None  # texts that are not generated
+    skip_reading_prefix_cache: bool | None = None  # compute the whole prompt, even if prefixes are cached
+    thinking_token_budget: int | None = None  # maximum number of reasoning tokens; -1: no limit
+    repetition_detection: RepetitionDetectionParams | None = None  # ends an output that repeats itself
+    routed_experts_prompt_start: int = 0  # refused: not in this version
+    trace_decode_token_ids: list[int] | None = None  # refused: not in this version
     truncate_prompt_tokens: int | None = field(default=None, kw_only=True)
+    """Keep this many tokens of a longer prompt; -1: as many as the context holds."""
     truncation_side: str | None = field(default=None, kw_only=True)
+    """Which end of a longer prompt is cut off: "left", its beginning, or "right"; None: its beginning."""
 
     def __post_init__(self) -> None:
         if self.stop is None:

@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
@@ -39,6 +40,7 @@ from pagoda.common.models.registry import ARCHITECTURES
 from pagoda.common.models.towers import TEXT_TOWERS
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.request_bounds import BOUNDS
+from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.weights.quantization.on_the_fly import METHODS, scheme_of
 from pagoda.common.weights.quantization.schemes import SCHEME_ROWS, Codes4, Float8, Int4, Int8, Mxfp4, Scheme
 from pagoda.common.weights.quantization.support import SchemeSupport
@@ -407,15 +409,24 @@ def _field_tables(body: type[RequestBody], left_out: Collection[str]) -> str:
     fields = [(name, field) for name, field in body.model_fields.items() if name not in left_out]
     honoured, without = _split(fields, lambda item: not is_unsupported(item[1]) and not is_hint(item[1]))
     types = body.model_json_schema()["properties"]
+    sampling = _sampling_fields() if issubclass(body, SamplingFields) else {}
     works = _table(
         ("field", "type", "default", "description"),
         (
-            (f"`{name}`", _json_type(types[name]), _default_of(field), field.description or "")
+            (f"`{name}`", _json_type(types[name]), _default_of(field), field.description or sampling.get(name, ""))
             for name, field in honoured
         ),
     )
     absent = _table(("field", "status", "reason"), (_row_without_effect(name, field) for name, field in without))
     return works + _folded("Fields without effect, or refused", absent, len(without))
+
+
+@cache
+def _sampling_fields() -> Mapping[str, str]:
+    """Return what SamplingParams says of the fields that requests have under its names."""
+    about = {name.strip("`"): comment for name, _, _, comment in _fields(SamplingParams) if comment}
+    shared = about.keys() & SamplingFields.model_fields.keys()
+    return {name: f"{about[name][0].upper()}{about[name][1:].rstrip('.')}." for name in shared}
 
 
 def _default_of(field: FieldInfo) -> str:

@@ -145,13 +145,13 @@ _STRUCTURE_FIELDS: Final = ("response_format", "structured_outputs", *_GUIDED)
 class StructuredFields(RequestBody):
     """Structured-output fields of every request that generates text."""
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
+    response_format: ResponseFormat | None = Field(None, description="Constraint on the output, in OpenAI's form.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Constraint on the output, in vLLM's form.")
+    guided_json: dict[str, Any] | str | None = Field(None, description="As structured_outputs.json.")
+    guided_regex: str | None = Field(None, description="As structured_outputs.regex.")
+    guided_choice: list[str] | None = Field(None, description="As structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, description="As structured_outputs.grammar.")
+    guided_whitespace_pattern: str | None = Field(None, description="As structured_outputs.whitespace_pattern.")
     grammar: str | None = Field(None, description="GBNF or Lark grammar, as structured_outputs.grammar.")
     json_schema: dict[str, Any] | None = Field(None, description="JSON schema, as structured_outputs.json.")
     guided_decoding_backend: Any = hint(
@@ -347,7 +347,7 @@ class SamplingFields(StructuredFields, ClientHints):
 
     searches_beams: ClassVar[bool] = False  # Whether use_beam_search is supported.
 
-    model: str | None = None
+    model: str | None = Field(None, description="Name of a served model or adapter; null: the first served model.")
     n: Int64 | None = 1
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -370,21 +370,27 @@ class SamplingFields(StructuredFields, ClientHints):
     bad_words: list[str] | None = Field(default_factory=list)
     prompt_logprobs: Int64 | None = None
 
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream: bool | None = Field(False, description="Send the output as server-sent events while it is generated.")
+    stream_options: StreamOptions | None = Field(None, description="What a stream contains beside the output.")
     user: str | None = Field(None, description="End user id for the request log; does not affect the output.")
-    priority: Int64 | None = 0
-    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    return_tokens_as_token_ids: bool | None = None
-    return_token_ids: bool | None = None
+    priority: Int64 | None = Field(0, description="Lower values run first; needs --scheduling-policy priority.")
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="Id of the request; the header X-Request-Id has precedence."
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="Only requests with the same salt share cached prefixes."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Represent tokens in logprobs as token_id:N; null: as --return-tokens-as-token-ids."
+    )
+    return_token_ids: bool | None = Field(None, description="Include the token ids of prompt and output.")
     vllm_xargs: dict[str, Any] | None = Field(
         None, description="Arguments of custom logits processors; a hint if the server has none."
     )
 
     truncation_side: Literal["left", "right"] | None = None
     logprob_token_ids: list[Int64] | None = Field(
-        None, description="Report log-probabilities of these tokens instead of the top ones; needs logprobs."
+        None, description="Report log-probabilities of these tokens instead of the best ones; needs logprobs."
     )
     repetition_detection: RepetitionDetection | None = None
     stream_interval: Int64 | None = Field(None, description="Tokens per chunk of a stream.")

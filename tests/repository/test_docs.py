@@ -84,6 +84,16 @@ def test_fields_and_flags_without_effect_are_folded_behind_those_that_work() -> 
     assert len(anchors) == len(set(anchors)) > len(interface.rows("flags"))
 
 
+def test_every_sampling_field_is_described() -> None:
+    api, python = ((ROOT / "docs" / "reference" / name).read_text() for name in ("api.md", "python.md"))
+    fields = api[api.index("## Sampling fields") :].partition("<details")[0]
+    params = python.partition("\n## SamplingParams\n")[2].partition("\n## ")[0]
+    for table in (fields, params):
+        rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", table, re.MULTILINE)
+        assert len(rows) > 30
+        assert [name for name, about in rows if not about.strip()] == []
+
+
 def test_the_number_of_architectures_is_stated_and_each_has_its_row() -> None:
     listed = set((ROOT / "tests" / "data" / "vllm_text_architectures.txt").read_text().split())
     stated = len(listed & set(ARCHITECTURES)), len(listed)

@@ -55,17 +55,26 @@ class ChatFields(SamplingFields):
 
     searches_beams: ClassVar[bool] = True
 
-    logprobs: bool | None = False
-    top_logprobs: Int64 | None = 0
-    max_tokens: Int64 | None = None
-    max_completion_tokens: Int64 | None = None
-    echo: bool | None = False
-    add_generation_prompt: bool | None = True
-    continue_final_message: bool | None = False
-    add_special_tokens: bool | None = False
-    documents: list[dict[str, Any]] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = Field(False, description="Report log-probabilities of the output's tokens.")
+    top_logprobs: Int64 | None = Field(0, description="Number of best tokens to report beside each; needs logprobs.")
+    max_tokens: Int64 | None = Field(None, description="Former name of max_completion_tokens; -1: unlimited.")
+    max_completion_tokens: Int64 | None = Field(
+        None,
+        description="Maximum length of an output, reasoning included; null: the model's default, else the context.",
+    )
+    echo: bool | None = Field(False, description="Put the last message before the output if its role is the same.")
+    add_generation_prompt: bool | None = Field(True, description="The chat template begins the assistant's message.")
+    continue_final_message: bool | None = Field(
+        False, description="Continue the last message instead of replying to it; excludes add_generation_prompt."
+    )
+    add_special_tokens: bool | None = Field(
+        False, description="Add the tokenizer's special tokens to those of the chat template."
+    )
+    documents: list[dict[str, Any]] | None = Field(None, description="Passed to the chat template.")
+    chat_template: str | None = Field(
+        None, description="Jinja template in place of the model's; needs --trust-request-chat-template."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
     include_reasoning: bool | None = Field(True, description="Whether to return the reasoning.")
     tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
     tool_choice: GivenToolChoice | None = Field("none", description="Default: auto if there are tools.")
@@ -229,7 +238,7 @@ class ChatFields(SamplingFields):
 class ChatCompletionRequest(ChatFields):
     """A conversation to continue."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, description="The conversation, the latest message last.")
 
     metadata: dict[str, Any] | None = Field(None, description="Does not affect the output.")
     safety_identifier: str | None = Field(None, description="As user.")

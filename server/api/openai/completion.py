@@ -42,11 +42,13 @@ class CompletionRequest(SamplingFields):
 
     searches_beams: ClassVar[bool] = True
 
-    prompt: Annotated[Any, WithJsonSchema(PROMPTS_SCHEMA)] = None
-    echo: bool | None = False
-    logprobs: Int64 | None = None
+    prompt: Annotated[Any, WithJsonSchema(PROMPTS_SCHEMA)] = Field(
+        None, description="A prompt or a list of prompts, as text or token ids."
+    )
+    echo: bool | None = Field(False, description="Put the prompt before the output.")
+    logprobs: Int64 | None = Field(None, description="Number of best tokens to report for each token of the output.")
     max_tokens: Int64 | None = Field(DEFAULT_MAX_TOKENS, description="null: the default; -1: unlimited.")
-    add_special_tokens: bool | None = True
+    add_special_tokens: bool | None = Field(True, description="Add the tokenizer's special tokens to the prompt.")
     suffix: str | None = Field(
         None, description="Text after the completion, for models that fill in the middle; else refused."
     )
