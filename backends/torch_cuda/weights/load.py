@@ -54,19 +54,10 @@ _MATRIX_AXES: Final = 2
 _NARROWER: Final[Mapping[KernelScheme, KernelScheme]] = {"int8": "int4"}
 """Schemes whose numbers become wider beside others in one matrix, by those."""
 
-_MATRICES: Final = (".qkv", ".gate", ".decay", ".latents", ".q_b", ".out", ".inner", ".down")
-"""Name suffixes of layers' matrices that may be packed; not the router's, which is small and sensitive."""
+_MATRICES: Final = frozenset({"gate", "out", "inner", "down"})
+"""Last parts of the names of layers' tensors beside mixers that may be packed; not the router's, which is sensitive."""
 
-_SMALL_MATRICES: Final = (
-    ".indexer.q",
-    ".indexer.k",
-    ".blocks.q",
-    ".blocks.k",
-    ".selection",
-    ".step",
-    ".left",
-    ".right",
-)
+_SMALL_MATRICES: Final = frozenset({"left", "right"})
 """The same of those that stay packed where a checkpoint holds them so."""
 
 
@@ -290,13 +281,23 @@ def make_layout(
         if param.axes[0] == "V":
             layout.filled[name] = layout.shapes[name][0]
             layout.shapes[name] = (shard.vocab(param.shape[0]), *layout.shapes[name][1:])
-        if name.startswith("layers.") and name.endswith(_MATRICES):
-            layout.matrices.add(name)
-        if name.startswith("layers.") and name.endswith(_SMALL_MATRICES) and not param.float32:
-            layout.small_matrices.add(name)
+        if name.startswith("layers."):
+            part = _part(name, mixer)
+            if part in (_MATRICES if mixer is None else ops_of(mixer).matrices):
+                layout.matrices.add(name)
+            if part in (_SMALL_MATRICES if mixer is None else ops_of(mixer).small_matrices) and not param.float32:
+                layout.small_matrices.add(name)
         if param.float32:
             layout.float32.add(name)
     return layout
+
+
+def _part(name: str, mixer: Mixer | None) -> str:
+    """Return the last part of the name of a layer's tensor: all of it within a mixer, else its last word."""
+    if mixer is None:
+        return name.rpartition(".")[2]
+    _, _, _, _, part = name.split(".", 4)  # layers.N.mixers.N.part
+    return part
 
 
 def _stored_packings(layout: RankLayout, schemes: Mapping[str, Scheme]) -> dict[str, KernelScheme]:

@@ -59,7 +59,7 @@ class Stored:
             tensor = replace(tensor, offsets=noise.standard_normal(shape).astype(np.float32) * step)
         if isinstance(scheme, Int4) and scheme.ordered:
             tensor = replace(tensor, order=np.random.default_rng(5).permutation(inputs).astype(np.int32))
-        if (activations := getattr(scheme, "activations", None)) is not None and activations.static:
+        if scheme.activations is not None and scheme.activations.static:
             tensor = replace(tensor, input_scale=np.float32(noise.uniform(0.02, 0.03)) * np.ones((), np.float32))
         return tensor
 

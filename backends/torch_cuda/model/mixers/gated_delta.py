@@ -50,5 +50,6 @@ GATED_DELTA: Final = recurrent_ops(
     GatedDelta,
     lambda spec, tables, build, prefix: CudaGatedDelta(spec, build, prefix),
     fused={**PROJECTIONS, **CONVOLUTIONS, "beta": "scalars", "decay": "scalars"},
+    matrices=frozenset({"qkv", "gate", "out"}),
     key_heads=lambda spec: spec.key_heads,
 )

@@ -56,4 +56,5 @@ KIMI_DELTA: Final = recurrent_ops(
     KimiDelta,
     lambda spec, tables, build, prefix: CudaKimiDelta(spec, build, prefix),
     fused={**PROJECTIONS, **CONVOLUTIONS, "beta": "scalars", "decay_a": "scalars", "gate_a": "scalars"},
+    matrices=frozenset({"qkv", "gate", "decay", "out"}),
 )

@@ -279,4 +279,6 @@ LATENT_ATTENTION: Final = CudaMixerOps(
     CudaLatentAttention,
     lambda spec, tables, build, prefix, shared: CudaPackedLatentAttention(spec, tables, build, prefix),
     fused={**PROJECTIONS, "q_a": "latents", "kv_a": "latents"},
+    matrices=frozenset({"qkv", "latents", "q_b", "gate", "out"}),
+    small_matrices=frozenset({"indexer.q", "indexer.k"}),
 )

@@ -81,4 +81,5 @@ LIGHTNING_ATTENTION: Final = recurrent_ops(
     LightningAttention,
     lambda spec, tables, build, prefix: CudaLightningAttention(spec, tables[spec.rope], build, prefix),
     fused=PROJECTIONS,
+    matrices=frozenset({"qkv", "gate", "out"}),
 )

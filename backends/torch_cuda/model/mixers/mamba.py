@@ -69,4 +69,6 @@ MAMBA: Final = recurrent_ops(
         "v_conv": "conv",
         "o": "out",
     },
+    matrices=frozenset({"inner", "out"}),
+    small_matrices=frozenset({"selection", "step"}),
 )

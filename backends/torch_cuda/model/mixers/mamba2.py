@@ -60,5 +60,6 @@ MAMBA2: Final = recurrent_ops(
         "step": "scalars",
         "o": "out",
     },
+    matrices=frozenset({"inner", "out"}),
     key_heads=lambda spec: spec.groups,
 )

@@ -91,6 +91,8 @@ def recurrent_ops(
     layer: Callable[[SpecT, RotaryTables, CudaBuildContext, str], Recurrence],
     *,
     fused: Mapping[str, str],
+    matrices: frozenset[str],
+    small_matrices: frozenset[str] = frozenset(),
     key_heads: Callable[[SpecT], int] = lambda spec: 1,
 ) -> CudaMixerOps[SpecT]:
     """Return what the backend knows of a kind with recurrent state. `layer`: returns its projections and recurrence."""
@@ -106,7 +108,15 @@ def recurrent_ops(
         (cache,) = spec.caches()
         return CudaPackedRecurrence(layer(spec, tables, build, prefix), cache.block_elements(1))
 
-    return CudaMixerOps(kind, paged, packed, fused, key_heads)
+    return CudaMixerOps(
+        kind,
+        paged,
+        packed,
+        fused=fused,
+        matrices=matrices,
+        small_matrices=small_matrices,
+        key_heads=key_heads,
+    )
 
 
 class RankNorm:

@@ -33,4 +33,5 @@ SHORT_CONVOLUTION: Final = recurrent_ops(
     ShortConvolution,
     lambda spec, tables, build, prefix: CudaShortConvolution(build, prefix),
     fused={**dict.fromkeys("bcv", "inner"), "o": "out"},
+    matrices=frozenset({"inner", "out"}),
 )
