@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
-from pagoda.backends.torch_decoder.ops import BlockMakers, DecoderOps, Linear
+from pagoda.backends.torch_decoder.ops import BlockMakers, DecoderOps, Linear, MixerStep
 from pagoda.common.backend import Weight
 from pagoda.common.models.drafters import (
     AttendedInputs,
@@ -27,6 +27,7 @@ from pagoda.common.models.drafters import (
     StagesDrafter,
     drafter_params,
 )
+from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.shapes import checked, lacking
 from pagoda.common.weights.quantization.tensors import Array, QuantizedTensor
 
@@ -138,11 +139,14 @@ class FeatureModel(DraftModel[BatchT]):
         """
         inputs = spec.inputs
         first = len(spec.caches) - len(spec.model.caches)
-        own = replace(makers, mixer=lambda mixer, name, at: makers.mixer(mixer, name, tuple(first + n for n in at)))
+
+        def mixer_of_layer(mixer: Mixer, prefix: str, numbers: tuple[int, ...]) -> MixerStep:
+            return makers.mixer(mixer, prefix, tuple(first + number for number in numbers))
+
         self.num_bytes = num_bytes
         self.spec = spec
         self.embed = TokenEmbedding(spec.model.embedding, ops)
-        self.stack = DecoderStack(spec.model, ops, own)
+        self.stack = DecoderStack(spec.model, ops, replace(makers, mixer=mixer_of_layer))
         self.embed_norm = ops.norm(inputs.embed_norm, "inputs.embed_norm")
         self.hidden_norm = ops.norm(inputs.hidden_norm, "inputs.hidden_norm")
         self.project = ops.linear("inputs.project")

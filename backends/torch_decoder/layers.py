@@ -32,8 +32,8 @@ def make_layers(spec: ModelSpec, ops: DecoderOps, makers: BlockMakers) -> tuple[
     for index, (layer, caches) in enumerate(zip(spec.layers, spec.cache_numbers)):
         prefix = f"layers.{index}"
         mixers = [
-            makers.mixer(mixer, f"{prefix}.mixers.{number}", own)
-            for number, (mixer, own) in enumerate(zip(layer.mixers, caches))
+            makers.mixer(mixer, f"{prefix}.mixers.{number}", cache_numbers)
+            for number, (mixer, cache_numbers) in enumerate(zip(layer.mixers, caches))
         ]
         built = DecoderLayer(layer, mixers[layer.block is not None :], ops, makers, prefix)
         if layer.block is None:

@@ -112,14 +112,14 @@ def _feature_model(
 def _feature_params(spec: FeatureDrafter, named: dict[str, Tensor], target: Decoder, numerics: Numerics) -> ModelParams:
     """Return the layers, of these parameters, with the shared parts of the target."""
     head = named.pop("head", None)
-    own = NamedWeights({**named}, numerics)
+    given = NamedWeights({**named}, numerics)
     parts = {name: part for name, part in target.params.parts.items() if not name.startswith(("layers.", _FINAL_NORM))}
     if spec.own_embedding:
         parts = {name: part for name, part in parts.items() if name not in ("embed_in", "embed_out")}
-        parts["embed"] = own.table("embed")
+        parts["embed"] = given.table("embed")
     if head is not None:
         parts["head"] = float32_linear(head, None, numerics)
-    parts |= {name: own.take_wide(name) for name in own.names if name.startswith(_FINAL_NORM)}
+    parts |= {name: given.take_wide(name) for name in given.names if name.startswith(_FINAL_NORM)}
     layers: dict[str, object] = {}
     for index, layer in enumerate(spec.model.layers):
         prefix = f"layers.{index}"

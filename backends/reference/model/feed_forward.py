@@ -77,9 +77,9 @@ def _routed(spec: Moe, ops: ReferenceOps, makers: BlockMakers, prefix: str, expe
     correction = ops.get(f"{prefix}.router_correction")
     names = [f"{prefix}.experts.{number}" for number in range(spec.experts)]
     experts = [make_mlp(spec.expert, ops, makers, name, ops.linear(f"{name}.down")) for name in names]
-    at: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext
+    adapters_of: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext
     if ops.adapters is not None:
-        at = ops.adapters.active.at
+        adapters_of = ops.adapters.active.at
 
     def routed(x: Tensor, router_input: Tensor) -> Tensor:
         weights, chosen = route(router(router_input), spec.router, correction)
@@ -88,7 +88,7 @@ def _routed(spec: Moe, ops: ReferenceOps, makers: BlockMakers, prefix: str, expe
         if spec.weighs_input:
             x = x * weights.to(x.dtype)
             weights = torch.ones_like(weights)
-        return mix_experts(x, weights, chosen, lambda expert, rows: experts[expert](rows), at)
+        return mix_experts(x, weights, chosen, lambda expert, rows: experts[expert](rows), adapters_of)
 
     return routed
 

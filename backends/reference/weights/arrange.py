@@ -45,8 +45,8 @@ class NamedWeights:
         """Remove the parameters of all experts, and yield each expert's."""
         stacked = {name: self._tensors.pop(name) for name in self.names if name.startswith(prefix)}
         for index in range(count):
-            own = {name: _matrix(weight, index) for name, weight in stacked.items()}
-            yield NamedWeights(own, self.numerics, self._adapters, index)
+            of_expert = {name: _matrix(weight, index) for name, weight in stacked.items()}
+            yield NamedWeights(of_expert, self.numerics, self._adapters, index)
 
     def take(self, name: str) -> Tensor:
         """Remove and return a parameter."""

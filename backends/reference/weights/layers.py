@@ -92,8 +92,8 @@ def _load_mlp(weights: NamedWeights, prefix: str, stored: str, mlp: Mlp) -> dict
 def _load_moe(weights: NamedWeights, prefix: str, moe: Moe) -> dict[str, Any]:
     stored = f"{prefix}.experts."
     parts: dict[str, Any] = {}
-    for number, own in enumerate(weights.of_experts(stored, moe.experts)):
-        parts |= _load_mlp(own, f"{stored}{number}", stored, moe.expert)
+    for number, of_expert in enumerate(weights.of_experts(stored, moe.experts)):
+        parts |= _load_mlp(of_expert, f"{stored}{number}", stored, moe.expert)
     router = PlainLinear(weights.take_wide(f"{prefix}.router"), weights.wide(f"{prefix}.router_bias"))
     parts[f"{prefix}.router"] = InvariantLinear(router) if weights.numerics.batch_invariant else router
     parts[f"{prefix}.router_correction"] = weights.get(f"{prefix}.router_correction")

@@ -105,14 +105,14 @@ class Packer:
             pending = [layer for layer in layers.values() if not layer.done()]
             if len(pending) >= max_pending:
                 wait(pending, return_when=FIRST_COMPLETED)
-            own = NamedWeights(
+            of_layer = NamedWeights(
                 {key: self._tensors.pop(key) for key in list(self._tensors) if key.startswith(f"{unit}.")},
                 self.numerics,
                 self._adapters,
             )
             number = int(unit.removeprefix("layers."))
             layer_spec = self.spec.layers[number]
-            layers[unit] = pool.submit(load_layer, own, unit, layer_spec, number in self.spec.shared_blocks)
+            layers[unit] = pool.submit(load_layer, of_layer, unit, layer_spec, number in self.spec.shared_blocks)
         log_dequantized(dequantised, "reference")
         if self._expected:
             self._check_missing(old)

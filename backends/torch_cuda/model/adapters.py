@@ -142,7 +142,7 @@ class CudaAdapters:
             self._experts[name] = experts[0]
             slots *= experts[0]
             ranks = empty((slots,), torch.int32)
-        spans = [(each.into[-2].start, each.into[-2].stop) for each in parts.values()]
+        spans = [(placement.into[-2].start, placement.into[-2].stop) for placement in parts.values()]
         rank = self._own_rank if self._shared.get(name) == "ranks" else self._rank
         if self._shared.get(name) == "outputs":
             outputs = _extent(self._own_outputs(outputs))
@@ -195,22 +195,22 @@ class CudaAdapters:
         matrices = _half_split(self._spec, weights.matrices)
         ranks = np.zeros(len(self._stacks), np.int32)
         for number, (name, parts) in enumerate(self._parts.items()):
-            own = {part: matrices[part] for part in parts if part in matrices}
+            given = {part: matrices[part] for part in parts if part in matrices}
             stack = self._stacks[name]
             if (experts := self._experts.get(name)) is not None:
-                stack.ranks.view(-1, experts)[slot].fill_(weights.rank if own else 0)
-            if not own:
+                stack.ranks.view(-1, experts)[slot].fill_(weights.rank if given else 0)
+            if not given:
                 continue
             ranks[number] = weights.rank
             if name == _EMBED:
-                self._write_embedding(stack, slot, own[_EMBED], parts[_EMBED])
+                self._write_embedding(stack, slot, given[_EMBED], parts[_EMBED])
             else:
-                self._write(name, slot, own, parts)
+                self._write(name, slot, given, parts)
         self._ranks[:, slot].copy_(torch.from_numpy(ranks))
         self._own_ranks[:, slot].copy_(torch.from_numpy(np.where(ranks, self._own_rank, 0).astype(np.int32)))
 
-    def _write(self, name: str, slot: int, own: Mapping[str, LowRank], parts: Mapping[str, TensorSlice]) -> None:
-        """Assemble A and B of a slot, or of those of its experts, on the host, zero but for `own`, and copy them."""
+    def _write(self, name: str, slot: int, given: Mapping[str, LowRank], parts: Mapping[str, TensorSlice]) -> None:
+        """Assemble A and B of a slot, or of those of its experts, on the host, zero but for `given`, and copy them."""
         stack = self._stacks[name]
         shared = self._shared.get(name)
         count = self._experts.get(name, 1)
@@ -218,7 +218,7 @@ class CudaAdapters:
         a = torch.zeros(count, len(parts), rows_of_a // len(parts), inputs, dtype=stack.a.dtype)
         b = torch.zeros(count, *stack.b.shape[1:], dtype=stack.b.dtype)
         for projection, (part, placement) in enumerate(parts.items()):
-            if (matrix := own.get(part)) is None:
+            if (matrix := given.get(part)) is None:
                 continue
             rows, columns = placement.cut[-2:]
             into = placement.into[-2]
@@ -319,9 +319,9 @@ class CudaAdapters:
         if rows is None:
             return x
         count = stack.a.shape[1]
-        own = token_ids - comm.rank * count
-        absent = (own < 0) | (own >= count) | (rows.slots == self.slots)
-        index = (rows.slots * count + own).masked_fill(absent, 0)
+        row = token_ids - comm.rank * count
+        absent = (row < 0) | (row >= count) | (rows.slots == self.slots)
+        index = (rows.slots * count + row).masked_fill(absent, 0)
         h = F.embedding(index, stack.a.flatten(0, 1)).float().masked_fill(absent[:, None], 0)
         return add_expanded(x, comm.all_reduce(h)[None], stack, rows, self._device.chip)
 

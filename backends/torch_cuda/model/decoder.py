@@ -92,8 +92,9 @@ class CudaDecoder(TorchModel):
         """
         adapters = self.build.adapters
         hidden = self.head_input(hidden)
-        own = self.head(hidden)
+        of_rank = self.head(hidden)
         if adapters is not None and adapter_slots is not None:
-            own = adapters.add_to_logits(own, hidden, adapter_slots, batch_invariant=self.build.batch_invariant)
-        whole = self.build.comm.gather_last(own)[:, : self.spec.vocab]
-        return self.scaled(whole.contiguous() if out is None else out.copy_(whole))
+            invariant = self.build.batch_invariant
+            of_rank = adapters.add_to_logits(of_rank, hidden, adapter_slots, batch_invariant=invariant)
+        gathered = self.build.comm.gather_last(of_rank)[:, : self.spec.vocab]
+        return self.scaled(gathered.contiguous() if out is None else out.copy_(gathered))
