@@ -125,7 +125,8 @@ class JaxAttention(MixerModule):
             heads, gates = heads[:, :, :-group], heads[:, :, -group:]
         if self.spec.qkv_clip is not None:
             heads = jnp.clip(heads, -self.spec.qkv_clip, self.spec.qkv_clip)
-        q, k, v = self._rotated(heads, self._values(x, step, low_rank.get("v")), rotations[self.spec.rope])
+        rotate = None if self.spec.rope is None else rotations[self.spec.rope]
+        q, k, v = self._rotated(heads, self._values(x, step, low_rank.get("v")), rotate)
         if self.spec.query_growth is not None:
             q = q * query_growth(self.spec.query_growth, step.positions).astype(q.dtype)
         scales = None if self.kv_scale is None else self.kv_scale[...]

@@ -60,7 +60,6 @@ class JaxIndexer(nnx.Module):
         """Return the stacked cache with the keys of x [T, D]."""
         kernel = step.kernel
         rotate = rotations[self.spec.rope]
-        assert rotate is not None, "only no Rope has no rotation"
         keys = rotate(self.k_norm(project(x, self.k[...]))[:, None])[:, 0]
         layer = step.cache_layer(cache_index, cache)
         layout = kernel.latent_layout(self.spec.head_dim, 0)
@@ -80,7 +79,6 @@ class JaxIndexer(nnx.Module):
     ) -> SelectedTokens:
         """Return the tokens that those of x [T, D] attend to; `low_rank` as of `JaxLatentAttention.low_rank`."""
         rotate = rotations[self.spec.rope]
-        assert rotate is not None, "only no Rope has no rotation"
         return select_tokens(
             rotate(project(low_rank, self.q[...]).reshape(len(x), self.spec.heads, -1)),
             project(x, self.weights[...]),
@@ -138,7 +136,6 @@ class JaxLatentAttention(MixerModule):
         spec = self.spec
         rotate = rotations[self.spec.rope]
         low_rank = self.low_rank(x, step)
-        assert rotate is not None, "only no Rope has no rotation"
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         heads = jax.lax.optimization_barrier(project(low_rank, self.queries, step))
         heads = adapted(heads, self.queries_lora, low_rank, step)
@@ -239,7 +236,6 @@ class JaxLatentAttention(MixerModule):
         """X [T, D] -> [T, C]: the normalised latent, then the rotated rotary key."""
         both = adapted(project(x, self.kv_a, step), self.kv_a_lora, x, step)
         rotate = rotations[self.spec.rope]
-        assert rotate is not None, "only no Rope has no rotation"
         if self.kv_a_bias is not None:
             both = both + self.kv_a_bias[...]
         latent = both[:, : self.spec.latent_dim]
