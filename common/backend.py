@@ -19,7 +19,7 @@ from pagoda.common.config.groups.simulation import SimulationConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.pooling.values import PoolPlan, PoolResult
 from pagoda.common.engine.sampling.rules import USUAL, SamplerOptions
-from pagoda.common.engine.steps.contract import StepPlan, StepResult, TokenMasks
+from pagoda.common.engine.steps.contract import ShardResults, StepPlan, StepResult, TokenMasks
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.drafters import DrafterSpec
 from pagoda.common.models.mixers.caches import StateCache
@@ -176,7 +176,7 @@ ShardMasks = tuple[TokenMasks | None, ...]
 """None for shards whose plan has no `masked`."""
 
 PendingResult = PendingSample[TokenMasks, StepResult]
-PendingShards = PendingSample[ShardMasks, tuple[StepResult | None, ...]]  # None for shards without a plan
+PendingShards = PendingSample[ShardMasks, ShardResults]
 PendingPooling = Pending[PoolResult]
 
 

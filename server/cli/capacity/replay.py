@@ -95,7 +95,7 @@ def _state(scheduler: Scheduler) -> str:
     ]
     waiting = [
         f"  waits: {each.request_id}, {each.num_known} tokens, {each.num_preemptions} preemptions"
-        for each in scheduler.unfinished
+        for each in scheduler.requests.values()
         if not each.groups
     ]
     lines = running + waiting
