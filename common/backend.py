@@ -18,7 +18,7 @@ from pagoda.common.config.groups.nested.profiler import ProfilerConfig
 from pagoda.common.config.groups.simulation import SimulationConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.pooling.values import PoolPlan, PoolResult
-from pagoda.common.engine.sampling.rules import USUAL, SamplerOptions
+from pagoda.common.engine.sampling.processors import USUAL, SamplerOptions
 from pagoda.common.engine.steps.contract import ShardResults, StepPlan, StepResult, TokenMasks
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.drafters import DrafterSpec

@@ -19,7 +19,6 @@ from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
 from pagoda.common.engine.messages import EngineRequest, pooling_request
-from pagoda.common.engine.sampling.extra_samplers import sampler_of
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.steps.contract import EMBEDDED
 from pagoda.common.engine.structured_output.grammar import (
@@ -47,6 +46,7 @@ from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
 from pagoda.server.processing.workers.worker import TemplateRenderer
+from pagoda.server.settings.extra_samplers import sampler_of
 from pagoda.server.settings.plugins import param_checks, read_arguments
 
 logger = logging.getLogger(__name__)

@@ -66,7 +66,7 @@ from pagoda.common.engine.kv_cache.sizing import (
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.lora.store import AdapterStore
 from pagoda.common.engine.pooling.scheduler import pooling_core
-from pagoda.common.engine.sampling.rules import SamplerOptions
+from pagoda.common.engine.sampling.processors import SamplerOptions
 from pagoda.common.engine.speculative.device import DeviceDrafts
 from pagoda.common.engine.speculative.draft_lengths import DraftLengths
 from pagoda.common.engine.speculative.ngram import NgramProposer

@@ -12,9 +12,9 @@ practice; in bfloat16 a batch's rounding can decide near-ties. Greedy rows have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -76,45 +76,6 @@ class SamplingRules:
         if self.frequency_penalty:
             return "frequency_penalty"
         return "repetition_penalty" if self.repetition_penalty != 1.0 else "bad_words"
-
-
-class LogitsProcessor(Protocol):
-    """Custom code that edits logits (--logits-processors). One object serves all requests, so it must be stateless.
-
-    The backend's warm-up calls it, too, with a dummy prompt. An exception fails the request. For vLLM's interface see
-    batch_logits.py.
-    """
-
-    def apply(
-        self,
-        logits: npt.NDArray[np.float32],
-        token_ids: Sequence[int],
-        num_prompt: int,
-        extra_args: Mapping[str, Any],
-    ) -> None:
-        """Edit the logits [V] of one sequence's next token in place; minus infinity excludes a token.
-
-        `token_ids`: every token so far, the first `num_prompt` of them prompt, where 2147483647 stands for an
-        embedding. `extra_args`: the request's.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOptions:
-    """Sampling options of an engine. `processors` run in order, before those of whole batches."""
-
-    logprobs_mode: LogprobsMode = "raw_logprobs"
-    processors: tuple[LogitsProcessor, ...] = ()
-    batch_processors: tuple[tuple[str, Callable[[], Any]], ...] = ()  # (name, what makes a BatchLogitsProcessor)
-
-    @property
-    def has_processors(self) -> bool:
-        """True if custom code edits logits."""
-        return bool(self.processors or self.batch_processors)
-
-
-USUAL: Final = SamplerOptions()
 
 
 U32 = npt.NDArray[np.uint32]

@@ -19,7 +19,8 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
-from pagoda.common.engine.sampling.rules import SamplerOptions, SamplingRules
+from pagoda.common.engine.sampling.processors import SamplerOptions
+from pagoda.common.engine.sampling.rules import SamplingRules
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
 WORDS = SamplingRules(bad_words=((1, 2), (7,)))
