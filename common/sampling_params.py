@@ -101,6 +101,10 @@ NOT_YET: Final = (
 """Fields of vLLM's interface that this version refuses unless they have their default."""
 
 
+MODEL_DEFAULTS: Final = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+"""Fields whose default a model may set in generation_config.json."""
+
+
 class RequestOutputKind(Enum):
     """Content of each streamed output: everything so far, what is new, or one output at the end."""
 

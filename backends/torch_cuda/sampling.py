@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,6 +29,7 @@ from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, Com
 from pagoda.common.config.memory import available_bytes
 from pagoda.common.engine.sampling.logit_edits import LogitEdits
 from pagoda.common.engine.sampling.processors import USUAL, BatchProcessor, SamplerOptions, edit_rows
+from pagoda.common.engine.sampling.rules import NO_HISTORY
 from pagoda.common.engine.sampling.state import (
     RowTable,
     SampledRows,
@@ -45,15 +45,6 @@ from pagoda.common.engine.steps.contract import Int32, RowStart, StepPlan, Token
 from pagoda.common.engine.steps.pending import FetchLogprobs
 
 logger = logging.getLogger(__name__)
-
-
-NO_HISTORY: Final[Mapping[str, Any]] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "bad_words": (),
-}
-"""The rules that read earlier tokens, without effect."""
 
 
 class TokenHistory:

@@ -31,6 +31,15 @@ GREEDY_EPSILON: Final = 1e-5
 """Temperatures below this are greedy."""
 
 
+NO_HISTORY: Final[Mapping[str, Any]] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "bad_words": (),
+}
+"""The rules that read earlier tokens, without effect."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
     """One request's sampling, resolved: token ids instead of words, a concrete seed."""
@@ -71,11 +80,35 @@ class SamplingRules:
     @property
     def history_field(self) -> str:
         """The request's first field for which earlier tokens are read; see `reads_history`."""
-        if self.presence_penalty:
-            return "presence_penalty"
-        if self.frequency_penalty:
-            return "frequency_penalty"
-        return "repetition_penalty" if self.repetition_penalty != 1.0 else "bad_words"
+        return next((name for name, neutral in NO_HISTORY.items() if getattr(self, name) != neutral), "bad_words")
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        """The repetition, frequency and presence penalty, in the order in which they are packed for a device."""
+        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+
+
+# Rules that together have every kind of sampling parameters: backends warm up with them.
+
+FILTERED: Final = SamplingRules(temperature=1.0, top_k=5, top_p=0.9, min_p=0.05)
+
+PENALISED: Final = SamplingRules(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1)
+
+MOST_MEMORY: Final = SamplingRules(
+    temperature=1.0, top_k=5, top_p=0.9, repetition_penalty=1.1, allowed_token_ids=(0, 1), logprobs=5, prompt_logprobs=5
+)
+"""The sampling parameters that take the most memory."""
+
+EVERY_KIND: Final = (
+    SamplingRules(),
+    SamplingRules(temperature=1.0),
+    FILTERED,
+    PENALISED,
+    SamplingRules(logit_bias=((0, 1.0),), bad_words=((1,), (0, 1)), min_tokens=99, stop_ids=(1,)),
+    SamplingRules(allowed_token_ids=(0, 1)),
+    *(SamplingRules(logprobs=best, prompt_logprobs=best) for best in (0, 1, 5, -1)),
+)
+"""Every kind of sampling parameters; the first are greedy."""
 
 
 U32 = npt.NDArray[np.uint32]
