@@ -621,7 +621,6 @@ class AsyncLLM(ExplainsMissingMethods):
         """
         adapters = self.adapters
         adapter = adapters.reload(lora_request) if lora_request.load_inplace else adapters.adapter(lora_request)
-        assert adapter is not None
         await self.load_adapter(adapter)
         return adapters.add(adapter)
 

@@ -802,13 +802,15 @@ class OutputConstraints:
             return None
         prompt = text if text is not None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
         is_open = self._format.thinks(prompt)
-        ends = self._sequences((*self._config.reasoning_end, *self._format.ends))
+        ends = _sequences(self._tokenizer, (*self._config.reasoning_end, *self._format.ends))
         if not ends or not (is_open or self._may_start(self._format, prompt)):
             return None
         return Thinking(
             ends=ends,
             open=is_open,
-            starts=() if is_open else self._sequences((*self._config.reasoning_start, *self._format.starts)),
+            starts=()
+            if is_open
+            else _sequences(self._tokenizer, (*self._config.reasoning_start, *self._format.starts)),
             budget=budget,
             in_grammar=self._config.is_on("enable_in_reasoning"),
         )
@@ -817,16 +819,17 @@ class OutputConstraints:
         """Return True if reasoning may still start: the prompt has not ended it."""
         return not prompt.rstrip().endswith(format.ends) and any(format.thinks(prompt + each) for each in format.starts)
 
-    def _sequences(self, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        assert self._tokenizer is not None
-        sequences = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return tuple(sequence for sequence in sequences if sequence)
-
     @cached_property
     def _special(self) -> dict[str, int]:
         assert self._tokenizer is not None
         tokens = self._tokenizer.backend.get_added_tokens_decoder()
         return {token.content: number for number, token in tokens.items() if token.special}
+
+
+def _sequences(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of each text, without texts that have none."""
+    sequences = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    return tuple(sequence for sequence in sequences if sequence)
 
 
 def grammar_of(params: StructuredOutputsParams, config: StructuredOutputsConfig, special: Mapping[str, int]) -> Grammar:
