@@ -18,8 +18,8 @@ from pagoda.common.config.groups.nested.profiler import ProfilerConfig
 from pagoda.common.config.groups.simulation import SimulationConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.pooling.values import PoolPlan, PoolResult
-from pagoda.common.engine.sampling.rules import USUAL, SamplerOptions
-from pagoda.common.engine.steps.contract import StepPlan, StepResult, TokenMasks
+from pagoda.common.engine.sampling.processors import USUAL, SamplerOptions
+from pagoda.common.engine.steps.contract import ShardResults, StepPlan, StepResult, TokenMasks
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.drafters import DrafterSpec
 from pagoda.common.models.mixers.caches import StateCache
@@ -178,8 +178,7 @@ ShardMasks = tuple[TokenMasks | None, ...]
 """None for shards whose plan has no `masked`."""
 
 PendingResult = PendingSample[TokenMasks, StepResult]
-# The result is None for shards without a plan.
-PendingShards = PendingSample[ShardMasks, tuple[StepResult | None, ...]]
+PendingShards = PendingSample[ShardMasks, ShardResults]
 PendingPooling = Pending[PoolResult]
 
 

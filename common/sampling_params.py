@@ -17,7 +17,7 @@ import msgspec
 
 from pagoda.common.engine.sampling.rules import GREEDY_EPSILON, SamplingRules
 from pagoda.common.errors import RequestError
-from pagoda.common.request_bounds import Bound, bound_of
+from pagoda.common.request_bounds import sampling_bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class RepetitionDetectionParams:
         """Raise RequestError for inconsistent sizes."""
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):
             value = getattr(self, name)
-            maximum = int(_row(name).high or 0)
+            maximum = int(sampling_bound(name).numbers[1])
             if type(value) is not int or not 0 <= value <= maximum:
                 raise RequestError(
                     "repetition_detection", f"repetition_detection.{name} must be an integer between 0 and {maximum}"
@@ -101,6 +101,10 @@ NOT_YET: Final = (
     "trace_decode_token_ids",
 )
 """Fields of vLLM's interface that this version refuses unless they have their default."""
+
+
+MODEL_DEFAULTS: Final = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+"""Fields whose default a model may set in generation_config.json."""
 
 
 class RequestOutputKind(Enum):
@@ -377,19 +381,8 @@ def _optional(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def _row(name: str) -> Bound:
-    """Return the bounds of a field, which has some."""
-    bound = bound_of("SamplingParams", name)
-    assert bound is not None, name
-    return bound
-
-
 def _int(name: str) -> Check:
-    bound = _row(name)
-    assert bound.low is not None
-    assert bound.high is not None
-    low = int(bound.low)
-    high = int(bound.high)
+    low, high = map(int, sampling_bound(name).numbers)
 
     def check(name: str, value: object) -> None:
         if not isinstance(value, int) or isinstance(value, bool):
@@ -401,12 +394,9 @@ def _int(name: str) -> Check:
 
 
 def _number(name: str) -> Check:
-    bound = _row(name)
-    low = bound.low
-    high = bound.high
+    bound = sampling_bound(name)
+    low, high = bound.numbers
     above = bound.above
-    assert low is not None
-    assert high is not None
 
     def check(name: str, value: object) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -441,11 +431,9 @@ def _entries(name: str, value: object, kind: str, maximum: int) -> Sequence[Any]
 
 
 def _words(name: str) -> Check:
-    bound = _row(name)
-    maximum = bound.entries
-    characters = bound.characters
-    assert maximum is not None
-    assert characters is not None
+    bound = sampling_bound(name)
+    maximum = bound.most_entries
+    characters = bound.most_characters
 
     def check(name: str, value: object) -> None:
         for word in _entries(name, [value] if isinstance(value, str) else value, "strings", maximum):
@@ -458,8 +446,7 @@ def _words(name: str) -> Check:
 
 
 def _ids(name: str, *, may_be_empty: bool) -> Check:
-    maximum = _row(name).entries
-    assert maximum is not None
+    maximum = sampling_bound(name).most_entries
 
     def check(name: str, value: object) -> None:
         tokens = _entries(name, value, "token ids", maximum)
@@ -474,8 +461,8 @@ def _ids(name: str, *, may_be_empty: bool) -> Check:
 def _bias(name: str, value: object) -> None:
     if not isinstance(value, dict):
         raise RequestError(name, f"{name} must map token ids to numbers, not {_shown(value)}")
-    maximum = _row("logit_bias").entries
-    if maximum is not None and len(value) > maximum:
+    maximum = sampling_bound("logit_bias").most_entries
+    if len(value) > maximum:
         raise RequestError(name, f"{name} has {len(value)} entries; at most {maximum} are allowed")
     wrong = [token for token in value if not isinstance(token, int)]
     if wrong:

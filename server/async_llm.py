@@ -580,7 +580,6 @@ class AsyncLLM(EngineViews):
         """
         adapters = self.adapters
         adapter = adapters.reload(lora_request) if lora_request.load_inplace else adapters.adapter(lora_request)
-        assert adapter is not None
         await self.load_adapter(adapter)
         return adapters.add(adapter)
 

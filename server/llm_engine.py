@@ -334,7 +334,6 @@ class LLMEngine(EngineViews):
         """
         adapters = self.adapters
         adapter = adapters.reload(lora_request) if lora_request.load_inplace else adapters.adapter(lora_request)
-        assert adapter is not None
         self._core.load_adapter_now(adapter)
         return adapters.add(adapter)
 

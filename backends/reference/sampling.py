@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.programs.operators import FoundTokens, row_search
-from pagoda.common.engine.sampling.batch_processors import LogitsBatch, edit_rows
-from pagoda.common.engine.sampling.rules import (
-    LARGEST_UNIFORM,
-    MIX_1,
-    MIX_2,
-    TOKEN_STRIDE,
-    USUAL,
-    LogprobsMode,
-    SamplerOptions,
-)
+from pagoda.common.engine.sampling.processors import USUAL, SamplerOptions, edit_rows
+from pagoda.common.engine.sampling.rules import LARGEST_UNIFORM, MIX_1, MIX_2, TOKEN_STRIDE, LogprobsMode
 from pagoda.common.engine.sampling.state import (
     RowTable,
     SampledRows,
@@ -45,7 +37,6 @@ from pagoda.common.engine.steps.contract import (
     UInt32,
 )
 from pagoda.common.engine.steps.pending import join_logprobs
-from pagoda.common.sampling_params import params_of
 
 CANDIDATES: Final = 256
 """How many of the best tokens decide top-k, top-p and min-p before the whole vocabulary is sorted."""
@@ -67,7 +58,8 @@ class Sampler:
     def __init__(self, vocab: int, max_rows: int, max_len: int, options: SamplerOptions = USUAL) -> None:
         self.vocab = vocab
         self.options = options
-        self._batch = LogitsBatch.of(options, params_of)
+        self._has_processors = options.has_processors
+        self._batch = options.batch_processor()
         self._search = row_search(vocab)
         self.failed: dict[int, str] = {}  # row of logits of the newest step -> why its logits processor failed
         self.rows = RowTable(max_rows)
@@ -105,7 +97,7 @@ class Sampler:
             drafts = drafts_of(plan)
             sequences, columns = np.nonzero(drafts >= 0)
             self.history.numpy()[plan.rows[sequences], plan.context[sequences] + 1 + columns] = drafts[drafts >= 0]
-        needs_edit = masks is not None or self.options.has_processors or sampled.columns["needs_edit"].any()
+        needs_edit = masks is not None or self._has_processors or sampled.columns["needs_edit"].any()
         shown = self._edit(logits, sampled, masks and _by_row_of_logits(masks, plan)) if needs_edit else {}
         # through numpy, whose argmax and indexing of a few rows are several times faster than torch's
         tokens = torch.from_numpy(logits.numpy().argmax(-1))
@@ -196,7 +188,7 @@ class Sampler:
                 mask_row(logits[row.index], bits)
         if masks is not None and len(masks.sequences):
             mask(logits, torch.from_numpy(masks.sequences), torch.from_numpy(masks.bits.view(np.int32)))
-        if self.options.has_processors:
+        if self._has_processors:
             self._process(logits, sampled)
         if penalised := sampled.where("penalised"):
             penalise(logits, self.history, torch.from_numpy(penalties(penalised, len(penalised))))
@@ -217,7 +209,7 @@ class Sampler:
             self._take_edited(logits, edited, failed)
 
     def _take_edited(self, logits: Tensor, edited: Tensor, failed: Mapping[int, str]) -> None:
-        """Write what processors of the batch made of the logits; `failed`: see `LogitsBatch.apply`."""
+        """Write what processors of the batch made of the logits; `failed`: see `BatchProcessor.apply`."""
         self.failed |= failed
         if edited is not logits:
             logits.copy_(edited)

@@ -40,7 +40,7 @@ from pagoda.common.backend import Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.sampling.rules import SamplerOptions
+from pagoda.common.engine.sampling.processors import SamplerOptions
 from pagoda.common.engine.steps.shapes import GraphSizes
 from pagoda.common.models.drafters import DrafterSpec, mixers_of
 from pagoda.common.models.mixers import Mixer

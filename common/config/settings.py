@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -134,8 +134,8 @@ class Setting:
             value = [text]
         if self.is_switch and isinstance(text, str):
             value = _SWITCH_WORDS.get(text.lower(), text)
-        if self.is_list and self.option.parse is not None:
-            value = [item for word in value for item in self._parsed(word)]
+        if self.is_list and (parse := self.option.parse) is not None:
+            value = [item for word in value for item in self._parsed(parse, word)]
         return self._checked(value, text, strict=False)
 
     def convert_variable(self, text: str) -> Any:
@@ -159,8 +159,9 @@ class Setting:
             if (reason := self.option.refused_values.get(value)) is not None:
                 raise ConfigError(self.flag, f"{_quoted(value)} is not supported: {reason}")
             value = self.option.same_values.get(value, value)
-        if self.option.parse is not None and isinstance(value, str | int | float) and not isinstance(value, bool):
-            value = self._parsed(value)
+        parse = self.option.parse
+        if parse is not None and isinstance(value, str | int | float) and not isinstance(value, bool):
+            value = self._parsed(parse, value)
         try:
             value = msgspec.convert(value, self.hint, strict=strict)
         except (ValueError, msgspec.ValidationError):
@@ -180,10 +181,9 @@ class Setting:
         near = did_you_mean(value, map(str, self.choices)) if self.choices and isinstance(value, str) else ""
         return ConfigError(self.flag, f"{_quoted(value)} is not {self.kind}{near}")
 
-    def _parsed(self, value: Any) -> Any:
-        assert self.option.parse is not None
+    def _parsed(self, parse: Callable[[str], Any], value: Any) -> Any:
         try:
-            return self.option.parse(str(value))
+            return parse(str(value))
         except ValueError as error:
             raise ConfigError(self.flag, f"{_quoted(value)}: {error}") from None
 
@@ -330,7 +330,8 @@ def _map_deprecated(table: Mapping[str, Setting], layer: Mapping[str, Sourced]) 
             new = mapped.get(replacement)
             if new is not None and not _agree(new.value, value):
                 raise ConfigError(flag, f"contradicts {table[replacement].flag}; drop {flag}")
-            mapped[replacement] = _merge(new, Sourced(value, f"{old.source} {flag}", flag))
+            mapped_value = Sourced(value, f"{old.source} {flag}", flag)
+            mapped[replacement] = mapped_value if new is None else _merge(new, mapped_value)
     return mapped
 
 
@@ -354,12 +355,10 @@ def _notes(table: Mapping[str, Setting], layer: Mapping[str, Sourced]) -> tuple[
     return tuple("; ".join(lines) for lines in notes.values())
 
 
-def _merge(upper: Sourced | None, lower: Sourced | None) -> Sourced:
-    """Return the value of the upper layer; JSON objects are merged."""
-    if upper is None or lower is None:
-        only = upper or lower
-        assert only is not None
-        return only
+def _merge(upper: Sourced, lower: Sourced | None) -> Sourced:
+    """Return the value of the upper layer; JSON objects are merged with those of the lower one, if it has any."""
+    if lower is None:
+        return upper
     if not (isinstance(upper.value, Mapping) and isinstance(lower.value, Mapping)):
         return upper
     source = upper.source if upper.source == lower.source else f"{upper.source}, {lower.source}"

@@ -98,8 +98,7 @@ class FollowingBackend(RankBackend):
                         with self._leader_failure_first():
                             cast(LoraBackend, self._backend).load_adapter(slot, replace(weights, matrices=matrices))
                         matrices = {}
-                case SleepRanks() | WakeUpRanks() as change:
-                    assert sleeper is not None, "the leader and its followers have the same sleep mode"
+                case SleepRanks() | WakeUpRanks() as change if sleeper is not None:
                     while pending:
                         pending.popleft().result()
                     self._leader.send(_apply(sleeper, change))

@@ -132,11 +132,12 @@ class Tokenizer:
         `literal`: as of encode_literal. Raises as `encode` does.
         """
         self._check_length(text)
-        if literal and self.special_pattern is not None:
+        pattern = self.special_pattern if literal else None
+        if pattern is not None:
             before, after = self._added_around if add_special_tokens else ([], [])
             inner = [
                 (part.start + start, part.start + end)
-                for part in self._parts(text, literal, offsets=True)
+                for part in self._parts(text, pattern, literal, offsets=True)
                 for start, end in part.encoding.offsets[part.lead :]
             ]
             return [*((0, 0) for _ in before), *inner, *((0, 0) for _ in after)]
@@ -189,11 +190,12 @@ class Tokenizer:
 
         Raises as `encode` does.
         """
-        if not literal or self.special_pattern is None:
+        pattern = self.special_pattern if literal else None
+        if pattern is None:
             return self.encode(text, add_special_tokens)
         self._check_length(text)
         before, after = self._added_around if add_special_tokens else ([], [])
-        inner = [id for part in self._parts(text, literal) for id in part.encoding.ids[part.lead :]]
+        inner = [id for part in self._parts(text, pattern, literal) for id in part.encoding.ids[part.lead :]]
         return [*before, *inner, *after]
 
     @cached_property
@@ -288,14 +290,16 @@ class Tokenizer:
         copy.encode_special_tokens = True
         return copy
 
-    def _parts(self, text: str, literal: Collection[Span], *, offsets: bool = False) -> Iterator[_EncodedPart]:
+    def _parts(
+        self, text: str, pattern: re.Pattern[str], literal: Collection[Span], *, offsets: bool = False
+    ) -> Iterator[_EncodedPart]:
         """Tokenise a text in parts, in which the special tokens at the spans in `literal` are ordinary text.
 
-        Where a vocabulary has a special token's text as an ordinary token, too, that text is split.
+        `pattern`: `special_pattern`. Where a vocabulary has a special token's text as an ordinary token, too, that text
+        is split.
         """
-        assert self.special_pattern is not None
         left, right = self._takes_space
-        for stretch in stretches_of(text, self.special_pattern, frozenset(literal), left=left, right=right):
+        for stretch in stretches_of(text, pattern, frozenset(literal), left=left, right=right):
             start = stretch.start
             end = stretch.end
             if not stretch.literal:

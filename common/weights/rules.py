@@ -310,8 +310,7 @@ class _PartialStack:
             reason = "occurs twice" if number < self._shape[0] else f"but there are {self._shape[0]}"
             raise WeightError(f"tensor {name}: part {number} {reason}")
         kind = _kind(part)
-        if self._kind not in (None, kind):
-            assert self._kind is not None
+        if self._kind is not None and self._kind != kind:
             raise WeightError(
                 f"tensor {name}: dtype {_kind_text(kind)}, but parts before it have {_kind_text(self._kind)}"
             )

@@ -130,18 +130,20 @@ def run_engine(
                     core.load_adapter(adapter, partial(_report_adapter, send, ticket))
                 case RemoveAdapter(number):
                     core.remove_adapter(number)
-                case Sleep() | WakeUp():
+                case Sleep() | WakeUp() if sleeper is not None:
                     while core.has_work:
                         _step(core, send, progress)
                     progress.busy = False
                     send(_change_sleep(sleeper, command))
-                case TakeSnapshot(ticket):
+                case TakeSnapshot(ticket) if incidents is not None:
                     send(_take_snapshot(incidents, ticket))
-                case StartProfile() | StopProfile():
+                case StartProfile() | StopProfile() if (profiler := core.profiler) is not None:
                     progress.busy = False  # Writing a trace may take longer than a step.
-                    send(_change_profile(core.profiler, command))
+                    send(_change_profile(profiler, command))
                 case Shutdown():
                     return
+                case _:
+                    raise RuntimeError(f"{type(command).__name__} arrived, for which this engine was not set up")
         if core.has_work:
             progress.busy = True
             _step(core, send, progress)
@@ -158,16 +160,14 @@ def _report_adapter(send: Send, ticket: int, error: RequestError | None) -> None
     send(AdapterState(ticket, None if error is None else (error.field, str(error))))
 
 
-def _take_snapshot(incidents: IncidentWriter | None, ticket: int) -> SnapshotTaken:
-    assert incidents is not None, "the loop of a server has one"
+def _take_snapshot(incidents: IncidentWriter, ticket: int) -> SnapshotTaken:
     try:
         return SnapshotTaken(ticket, str(incidents.write("on demand")))
     except OSError as error:
         return SnapshotTaken(ticket, "", f"{error.filename}: {error.strerror}")
 
 
-def _change_profile(profiler: StepProfiler | None, command: StartProfile | StopProfile) -> ProfileState:
-    assert profiler is not None, "--profiler-config was checked by the client"
+def _change_profile(profiler: StepProfiler, command: StartProfile | StopProfile) -> ProfileState:
     try:
         if isinstance(command, StopProfile):
             return ProfileState(command.ticket, profiler.stop())
@@ -177,8 +177,7 @@ def _change_profile(profiler: StepProfiler | None, command: StartProfile | StopP
     return ProfileState(command.ticket)
 
 
-def _change_sleep(sleeper: Sleeper | None, command: Sleep | WakeUp) -> SleepState:
-    assert sleeper is not None, "--enable-sleep-mode was checked by the client"
+def _change_sleep(sleeper: Sleeper, command: Sleep | WakeUp) -> SleepState:
     error = ""
     try:
         if isinstance(command, Sleep):

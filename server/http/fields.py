@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, Discriminator, Field, WithJsonSchema, mode
 from pydantic_core import PydanticCustomError
 
 from pagoda.common.beam_search import BeamSearchParams
-from pagoda.common.engine.sampling.extra_samplers import EXTRA_SAMPLERS
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import (
     RepetitionDetectionParams,
@@ -25,6 +24,7 @@ from pagoda.common.text.tokenizer import Tokenizer, TokenPieces
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
 from pagoda.server.http.client_hints import OTHER_NAMES, ClientHints
 from pagoda.server.outputs import Logprob, LogprobsOnePosition, PromptLogprobs
+from pagoda.server.settings.extra_samplers import EXTRA_SAMPLERS
 
 # Prompts and chat templates.
 

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from pagoda.common.beam_search import Beam, BeamSearch, BeamSearchParams
 from pagoda.common.config.groups.server import ServerConfig
-from pagoda.common.engine.sampling.extra_samplers import sampler_of
 from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError, RequestTimeoutError
 from pagoda.common.observe.logs import shortened
 from pagoda.common.pooling_params import PoolingParams
@@ -32,6 +31,7 @@ from pagoda.server.processing.beams import BeamText, candidates_of, check_engine
 from pagoda.server.processing.inputs import Prompt, PromptType, RequestOrigin
 from pagoda.server.processing.output_processor import RequestStream
 from pagoda.server.processing.pooling_rules import resolve_task
+from pagoda.server.settings.extra_samplers import sampler_of
 
 logger = logging.getLogger(__name__)
 

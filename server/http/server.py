@@ -289,8 +289,8 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     certificate = config.ssl_certfile
     key = config.ssl_keyfile
-    assert certificate is not None, "checked by ServerConfig"
-    assert key is not None, "checked by ServerConfig"
+    if certificate is None or key is None:
+        raise ConfigError("--ssl-certfile", "TLS needs both --ssl-keyfile and --ssl-certfile")
 
     def refuse_password() -> NoReturn:  # Without it OpenSSL asks for a password on the terminal.
         raise ConfigError("--ssl-keyfile", f"{key} is encrypted; remove its pass phrase: openssl pkey -in KEY -out NEW")

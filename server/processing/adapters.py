@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Final
+from typing import Final, overload
 
 from pagoda.common.config.groups.model import LoRAConfig
 from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter, AdapterRequest
@@ -36,6 +36,12 @@ class AdapterRegistry:
         if not self._enabled:
             raise RequestError(LORA_FIELD, "the engine has no LoRA adapters; start it with --enable-lora")
 
+    @overload
+    def adapter(self, request: AdapterRequest) -> Adapter: ...
+
+    @overload
+    def adapter(self, request: AdapterRequest | None) -> Adapter | None: ...
+
     def adapter(self, request: AdapterRequest | None) -> Adapter | None:
         """Return the adapter that a caller of the Python API gives. Raises RequestError for something else."""
         if request is None:
@@ -52,7 +58,6 @@ class AdapterRegistry:
     def reload(self, request: AdapterRequest) -> Adapter:
         """Return the adapter in a new version, so that its files are read again for requests from now on."""
         adapter = self.adapter(request)
-        assert adapter is not None
         version = next(self._new_versions)
         self._versions[adapter.number, adapter.name, adapter.path] = version
         return replace(adapter, version=version)

@@ -19,7 +19,6 @@ from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
 from pagoda.common.engine.messages import EngineRequest, pooling_request
-from pagoda.common.engine.sampling.extra_samplers import sampler_of
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.steps.contract import EMBEDDED
 from pagoda.common.engine.structured_output.grammar import (
@@ -47,6 +46,7 @@ from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
 from pagoda.server.processing.workers.worker import TemplateRenderer
+from pagoda.server.settings.extra_samplers import sampler_of
 from pagoda.server.settings.plugins import param_checks, read_arguments
 
 logger = logging.getLogger(__name__)
@@ -802,13 +802,15 @@ class OutputConstraints:
             return None
         prompt = text if text is not None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
         is_open = self._format.thinks(prompt)
-        ends = self._sequences((*self._config.reasoning_end, *self._format.ends))
+        ends = _sequences(self._tokenizer, (*self._config.reasoning_end, *self._format.ends))
         if not ends or not (is_open or self._may_start(self._format, prompt)):
             return None
         return Thinking(
             ends=ends,
             open=is_open,
-            starts=() if is_open else self._sequences((*self._config.reasoning_start, *self._format.starts)),
+            starts=()
+            if is_open
+            else _sequences(self._tokenizer, (*self._config.reasoning_start, *self._format.starts)),
             budget=budget,
             in_grammar=self._config.is_on("enable_in_reasoning"),
         )
@@ -819,16 +821,17 @@ class OutputConstraints:
             format.thinks(prompt + start) for start in format.starts
         )
 
-    def _sequences(self, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        assert self._tokenizer is not None
-        sequences = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return tuple(sequence for sequence in sequences if sequence)
-
     @cached_property
     def _special(self) -> dict[str, int]:
         assert self._tokenizer is not None
         tokens = self._tokenizer.backend.get_added_tokens_decoder()
         return {token.content: number for number, token in tokens.items() if token.special}
+
+
+def _sequences(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of each text, without texts that have none."""
+    sequences = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    return tuple(sequence for sequence in sequences if sequence)
 
 
 def grammar_of(params: StructuredOutputsParams, config: StructuredOutputsConfig, special: Mapping[str, int]) -> Grammar:

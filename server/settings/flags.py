@@ -481,9 +481,8 @@ def _dashed(word: str) -> str:
     """Replace underscores by dashes in the flag's name, not in keys after a dot."""
     if not word.startswith("--") or len(word) == 2:
         return word
-    name = re.match(r"[^=.]*", word)
-    assert name is not None
-    return name[0].replace("_", "-") + word[name.end() :]
+    name = re.split(r"[=.]", word, maxsplit=1)[0]
+    return name.replace("_", "-") + word[len(name) :]
 
 
 def _optimization_levels(words: Sequence[str]) -> list[str]:

@@ -10,9 +10,10 @@ from typing import Any, Final
 
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.errors import ConfigError, ModelError
+from pagoda.common.sampling_params import MODEL_DEFAULTS
 from pagoda.common.weights.checkpoint import Checkpoint
 
-SAMPLING_KEYS: Final = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+SAMPLING_KEYS: Final = (*MODEL_DEFAULTS, "max_new_tokens")
 """Keys that set a default; max_new_tokens is also the maximum for every request."""
 
 _EOS: Final = "eos_token_id"

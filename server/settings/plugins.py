@@ -7,8 +7,8 @@ Entry point groups:
     vllm.general_plugins        functions called without arguments; a failing one is logged and left out; selected by
                                 --plugins or VLLM_PLUGINS, too
     pagoda.logits_processors    classes for --logits-processors: either called with the EngineConfig, to return a
-                                common.engine.sampling.rules.LogitsProcessor, or of vLLM's interface, see
-                                common.engine.sampling.batch_processors; also those of vllm.logits_processors
+                                common.engine.sampling.processors.LogitsProcessor, or of vLLM's interface, see
+                                server.vllm.logits_processors; also those of vllm.logits_processors
     pagoda.schedulers           classes for --scheduler-cls: called like common.engine.scheduling.scheduler.Scheduler,
                                 they return a common.engine.core.StepScheduler
     pagoda.tool_parsers         server.parsers.parser.ToolFormat objects for --tool-call-parser
@@ -40,13 +40,13 @@ from typing import Any, Final
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.engine.core import MakeScheduler
-from pagoda.common.engine.sampling.batch_processors import BatchLogitsProcessor
-from pagoda.common.engine.sampling.extra_samplers import EXTRA_SAMPLERS
-from pagoda.common.engine.sampling.rules import LogitsProcessor, SamplerOptions
+from pagoda.common.engine.sampling.processors import LogitsProcessor, SamplerOptions
 from pagoda.common.engine.scheduling.scheduler import Scheduler
 from pagoda.common.engine.speculative.proposer import DraftPlanner
 from pagoda.common.errors import ConfigError
-from pagoda.common.sampling_params import SamplingParams
+from pagoda.common.sampling_params import SamplingParams, params_of
+from pagoda.server.settings.extra_samplers import EXTRA_SAMPLERS
+from pagoda.server.vllm.logits_processors import BatchLogitsProcessor, LogitsBatch
 
 GENERAL: Final = "pagoda.general_plugins"
 VLLM_GENERAL: Final = "vllm.general_plugins"
@@ -99,13 +99,13 @@ def sampler_options(config: EngineConfig, vllm_config: object = None, backend: s
     `vllm_config`: for processors of vLLM's interface, which are constructed for the device of `backend`.
     """
     processors: list[LogitsProcessor] = []
-    of_batch: list[tuple[str, Callable[[], BatchLogitsProcessor]]] = []
+    of_batch: dict[str, Callable[[], BatchLogitsProcessor]] = {}
     for name in config.model.logits_processors:
         make = load(_PROCESSORS, name, LOGITS_PROCESSORS)
         if _is_batched(make):
-            of_batch.append((name, partial(make, vllm_config, *_device(backend))))
+            of_batch[name] = partial(make, vllm_config, *_device(backend))
             if backend != "jax_tpu":
-                _constructed(name, of_batch[-1][1])  # This raises at start instead of in the first step.
+                _constructed(name, of_batch[name])  # This raises at start instead of in the first step.
             continue
         processor = _constructed(name, partial(make, config))
         if not callable(getattr(processor, "apply", None)):
@@ -115,7 +115,11 @@ def sampler_options(config: EngineConfig, vllm_config: object = None, backend: s
                 "apply(logits) of vLLM's interface",
             )
         processors.append(processor)
-    return SamplerOptions(config.model.logprobs_mode, tuple(processors), tuple(of_batch))
+    return SamplerOptions(
+        logprobs_mode=config.model.logprobs_mode,
+        processors=tuple(processors),
+        make_batch_processor=partial(LogitsBatch, of_batch, params_of) if of_batch else None,
+    )
 
 
 def read_arguments(model: ModelConfig) -> frozenset[str] | None:

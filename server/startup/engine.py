@@ -59,7 +59,7 @@ from pagoda.common.engine.kv_cache.sizing import (
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.lora.store import AdapterStore
 from pagoda.common.engine.pooling.scheduler import pooling_core
-from pagoda.common.engine.sampling.rules import SamplerOptions
+from pagoda.common.engine.sampling.processors import SamplerOptions
 from pagoda.common.engine.speculative.device import DeviceDrafts
 from pagoda.common.engine.speculative.draft_lengths import DraftLengths
 from pagoda.common.engine.speculative.ngram import NgramProposer
@@ -77,7 +77,7 @@ from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.lora.peft import BaseModel
 from pagoda.common.weights.lora.weights import LoraOptions
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.core_client.ipc_messages import EncoderInfo, EngineInfo
+from pagoda.server.core_client.ipc_messages import EncoderInfo, EngineInfo, PoolingInfo
 from pagoda.server.processing.workers.grammar_check import structured_of
 from pagoda.server.settings.plugins import load_general_plugins, sampler_options, scheduler_of
 from pagoda.server.settings.resolve import Resolved, open_model, resolve
@@ -215,7 +215,7 @@ def _load(
         with phases(f"import {resolved.backend}"):
             module = importing.result()
         if resolved.pooling is not None:
-            return _assemble_pooling(resolved, weights, phases)
+            return _assemble_pooling(resolved, resolved.pooling, weights, phases)
         assembly = check_assembly(resolved, module)
         return assemble(resolved, module.create, assembly, checkpoint, weights, workers, phases)
     finally:
@@ -344,8 +344,7 @@ def assemble(
     return BuiltEngine(core, backend, info, together, sleeper, structured, memory)
 
 
-def _assemble_pooling(resolved: Resolved, weights: Prefetch, phases: Phases) -> BuiltEngine:
-    assert resolved.pooling is not None, "a pooling model"
+def _assemble_pooling(resolved: Resolved, pooling: PoolingInfo, weights: Prefetch, phases: Phases) -> BuiltEngine:
     backend = _create_pooling(resolved)
     try:
         with phases("load weights"):
@@ -356,8 +355,8 @@ def _assemble_pooling(resolved: Resolved, weights: Prefetch, phases: Phases) -> 
         backend.close()
         raise
     memory = f"weights {backend.num_bytes / (1 << 30):.2f} GiB"
-    info = _info(resolved, backend, backend.limits, phases, memory=memory, pooling=resolved.pooling)
-    core = pooling_core(backend, backend.limits, resolved.pooling.tasks)
+    info = _info(resolved, backend, backend.limits, phases, memory=memory, pooling=pooling)
+    core = pooling_core(backend, backend.limits, pooling.tasks)
     core.profiler = step_profiler(resolved.config, backend)
     return BuiltEngine(core, backend, info)
 

@@ -17,7 +17,7 @@ _PARAMS: Final = "pagoda.common.sampling_params"
 _FLAGS: Final = "pagoda.server.settings.flags"
 _HELPERS: Final = "pagoda.server.vllm.script_helpers"
 _REQUESTS: Final = "pagoda.server.vllm.request_types"
-_PROCESSORS: Final = "pagoda.common.engine.sampling.batch_processors"
+_PROCESSORS: Final = "pagoda.server.vllm.logits_processors"
 _PARSERS: Final = "pagoda.server.vllm.parser_interface"
 
 _KEYS: Final = (

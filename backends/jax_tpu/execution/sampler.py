@@ -223,6 +223,6 @@ def _penalties(penalised: Sequence[SampledRow], rows: int, width: int, *, drafts
         rules = sampled.state.rules
         index = sampled.index
         packed[0, index] = sampled.row
-        real[1:4, index] = rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty
+        real[1:4, index] = rules.penalties
         packed[4:, index] = (sampled.known, index % width)[: len(packed) - 4]
     return packed

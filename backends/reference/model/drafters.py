@@ -93,7 +93,8 @@ def _feature_model(
     parts = named_parts(spec.model, params)
     parts["inputs.project"] = given.linear("inputs.project")
     if isinstance(spec.inputs, AttendedInputs):
-        parts["inputs.attention"] = load_attention(given, "inputs.attention", spec.inputs.attention)
+        attention = spec.inputs.attention
+        parts["inputs.attention"] = ops_of(attention).load(given, "inputs.attention", attention)
     parts |= {name: given.take_wide(name) for name in given.names}  # its norms
     ops = ReferenceOps(parts, numerics, operators(numerics))
     rotary = RotaryTables(spec.ropes, max_len, numerics.compute)

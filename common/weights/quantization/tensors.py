@@ -262,12 +262,12 @@ def _scale_per_row(part: QuantizedTensor, rows: npt.NDArray[np.integer[Any]] | s
     """Return the same values of these rows, each with a scale of its own."""
     size = part.group_shape[0]
     extent = part.shape[0]
-    scales, offsets = (
-        None if factors is None else np.repeat(factors, size, 0)[:extent][rows]
-        for factors in (part.scales, part.offsets)
-    )
-    assert scales is not None
-    return replace(part, scales=scales, offsets=offsets, group_shape=(1, *part.group_shape[1:]))
+
+    def per_row(factors: Array) -> Array:
+        return np.repeat(factors, size, 0)[:extent][rows]
+
+    offsets = None if part.offsets is None else per_row(part.offsets)
+    return replace(part, scales=per_row(part.scales), offsets=offsets, group_shape=(1, *part.group_shape[1:]))
 
 
 def scaled(value: Value, factor: float) -> Value:

@@ -275,7 +275,11 @@ def table(rows: Sequence[Row], plan: PlanConfig, target: ServiceTarget, load: Pl
     """Yield the lines of the table, and what fits nowhere."""
     percentile = f"p{target.percentile:g}"
     cells = [_headings(plan, percentile, timed=bool(load.arrivals))]
-    cells += [_cells(row, plan, timed=bool(load.arrivals)) for row in rows if row.measures is not None and not row.why]
+    cells += [
+        _cells(row, row.plan, row.measures, plan, timed=bool(load.arrivals))
+        for row in rows
+        if row.plan is not None and row.measures is not None and not row.why
+    ]
     if len(cells) > 1:
         widths = [max(map(len, column)) for column in zip(*cells)]
         for line in cells:
@@ -296,12 +300,11 @@ def _headings(plan: PlanConfig, percentile: str, *, timed: bool) -> tuple[str, .
     return ("hardware", "tp", *counts, *price, "seqs", "batched tokens", "weights", "KV cache", "KV tokens", *speeds)
 
 
-def _cells(row: Row, plan_config: PlanConfig, *, timed: bool) -> tuple[str, ...]:
-    assert row.plan is not None
-    assert row.measures is not None
-    limits = row.plan.limits
-    memory = row.plan.memory
-    measures = row.measures
+def _cells(
+    row: Row, plan: EnginePlan, measures: LoadMeasures, plan_config: PlanConfig, *, timed: bool
+) -> tuple[str, ...]:
+    limits = plan.limits
+    memory = plan.memory
     counts = (f"{row.replicas}", f"{row.chips}") if plan_config.request_rate is not None else (f"{row.chips}",)
     price = (("-" if row.price is None else f"{row.price:.2f}",)) if plan_config.price is not None else ()
     speed = (f"{row.rate:.2f}", f"{measures.output_tokens_per_second:.0f}")

@@ -89,7 +89,7 @@ def _state(scheduler: Scheduler) -> str:
     ]
     waiting = [
         f"  waits: {request.request_id}, {request.num_known} tokens, {request.num_preemptions} preemptions"
-        for request in scheduler.unfinished
+        for request in scheduler.requests.values()
         if not request.groups
     ]
     lines = running + waiting

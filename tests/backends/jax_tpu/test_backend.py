@@ -24,7 +24,8 @@ from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.sampling.rules import SamplerOptions, SamplingRules
+from pagoda.common.engine.sampling.processors import SamplerOptions
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.steps.contract import StepPlan
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import Attention
