@@ -130,7 +130,7 @@ class ServerState:
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the model's tokenizer; None with --skip-tokenizer-init."""
-        return None if self._llm.config.model.skip_tokenizer_init else self._llm.text
+        return None if self._llm.config.model.skip_tokenizer_init else self._llm.text_or_none
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
