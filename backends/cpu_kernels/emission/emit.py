@@ -261,6 +261,10 @@ class Emitter:
         shifted = self.builder.shl(self.builder.zext(value, I32), I32(16))
         return self.builder.bitcast(shifted, F32)
 
+    def splat_one(self, array: Any, index: Any) -> Any:
+        """Return 16 copies of one element as float."""
+        return self.splat(self.load_one(array, index))
+
     def store(self, value: Any, array: Any, index: Any) -> None:
         """Store 16 floats, rounded to the array's numbers."""
         if array.type.pointee == I16:
@@ -296,10 +300,6 @@ class Emitter:
         low, high = (self.read(array, start, kind, align=2) for start in (first, second))
         masks = ([part + lane + 2 * LANES * side for lane in range(LANES) for side in (0, 1)] for part in (0, LANES))
         return [self.builder.bitcast(self.shuffle(low, high, mask), _PAIRED) for mask in masks]
-
-    def store_bfloat16(self, value: Any, array: Any, index: Any) -> None:
-        """Store 16 floats, rounded by one instruction."""
-        self.write(self._rounded(value), array, index, align=2)
 
     def pairs(self, first: Any, second: Any, index: Any) -> Any:
         """Return 16 pairs, in float lanes, of numbers of two arrays (i16) from `index` on, the first's lowest."""
@@ -385,6 +385,10 @@ class Emitter:
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         """Return a * b + c."""
         return self.call(f"llvm.fma.{intrinsic_type(a.type)}", a, b, c)
+
+    def add_product(self, into: Any, a: Any, b: Any) -> None:
+        """Add the products of two vectors of floats to a vector variable."""
+        self.builder.store(self.fma(a, b, self.builder.load(into)), into)
 
     def sum(self, vector: Any) -> Any:
         """Return the sum of a vector."""

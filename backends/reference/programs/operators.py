@@ -20,7 +20,8 @@ _AVAILABLE: Final = importlib.util.find_spec("llvmlite") is not None
 if TYPE_CHECKING or _AVAILABLE:
     from pagoda.backends.cpu_kernels import draws, rows
     from pagoda.backends.cpu_kernels.attention import paired_attention, tile_attention
-    from pagoda.backends.cpu_kernels.attention.vector_attention import Shape, decode_kernel, prefill_kernel
+    from pagoda.backends.cpu_kernels.attention.paged import Shape
+    from pagoda.backends.cpu_kernels.attention.vector_attention import decode_kernel, prefill_kernel
     from pagoda.backends.cpu_kernels.emission.emit import LANES
     from pagoda.backends.cpu_kernels.emission.jit import Kernel, allocate
     from pagoda.backends.cpu_kernels.products import choice
