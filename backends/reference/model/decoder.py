@@ -14,10 +14,10 @@ from pagoda.backends.reference.model.feed_forward import paged_makers
 from pagoda.backends.reference.model.mixers.rotary import RotaryTables
 from pagoda.backends.reference.model.named_ops import ReferenceOps, named_parts
 from pagoda.backends.reference.model.numerics import Numerics
-from pagoda.backends.reference.model.ops import softcap
 from pagoda.backends.reference.model.params import ModelParams
 from pagoda.backends.reference.programs.operators import operators
 from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
+from pagoda.backends.torch_decoder.functions import softcap
 from pagoda.common.models.spec import ModelSpec
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
 from pagoda.backends.reference.model.mixers.rotary import Rotations
-from pagoda.backends.reference.model.ops import l2_norm, norm
 from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.backends.torch_decoder.functions import l2_norm, norm
 from pagoda.common.models.mixers import GatedDelta
 
 CHUNK: Final = 64

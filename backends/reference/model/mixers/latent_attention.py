@@ -23,9 +23,10 @@ from pagoda.backends.reference.model.linear import Linear
 from pagoda.backends.reference.model.mixers.attention.packed import attend
 from pagoda.backends.reference.model.mixers.interface import MixerOps
 from pagoda.backends.reference.model.mixers.rotary import Rotations
-from pagoda.backends.reference.model.ops import norm, query_growth, select, sigmoid
+from pagoda.backends.reference.model.ops import sigmoid
 from pagoda.backends.reference.model.params import NormParams
 from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.backends.torch_decoder.functions import norm, query_growth, select
 from pagoda.common.models.mixers import Indexer, LatentAttention
 
 _QUERIES: Final = 16

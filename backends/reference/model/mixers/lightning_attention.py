@@ -16,8 +16,8 @@ from torch import Tensor
 from pagoda.backends.reference.model.mixers.mamba2 import chunked_scan, recurrent_scan
 from pagoda.backends.reference.model.mixers.recurrence import Inputs, recurrent_ops
 from pagoda.backends.reference.model.mixers.rotary import Rotations
-from pagoda.backends.reference.model.ops import norm
 from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.backends.torch_decoder.functions import norm
 from pagoda.common.models.mixers import LightningAttention
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from pagoda.backends.reference.model.linear import PlainLinear
 from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
 from pagoda.backends.reference.model.mixers.rotary import Rotations
-from pagoda.backends.reference.model.ops import norm
 from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.backends.torch_decoder.functions import norm
 from pagoda.common.models.mixers import Mamba
 
 SCAN_CHUNK: Final = 32

@@ -18,8 +18,8 @@ from torch import Tensor
 from pagoda.backends.reference.model.mixers.gated_delta import decay_between
 from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
 from pagoda.backends.reference.model.mixers.rotary import Rotations
-from pagoda.backends.reference.model.ops import norm
 from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.backends.torch_decoder.functions import norm
 from pagoda.common.models.mixers import Mamba2
 
 SSD_CHUNK: Final = 64

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import deinterleave
+from pagoda.backends.torch_decoder.functions import deinterleave
 from pagoda.common.models.rope import Rope, cos_sin
 
 

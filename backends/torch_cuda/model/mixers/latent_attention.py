@@ -16,7 +16,6 @@ from torch import Tensor
 from pagoda.backends.reference.execution import PackedPrompts
 from pagoda.backends.reference.model.mixers.attention.packed import attend
 from pagoda.backends.reference.model.mixers.latent_attention import IndexQueries
-from pagoda.backends.reference.model.ops import query_growth
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.attention.latent_attention import (
     even_latent_pieces,
@@ -29,6 +28,7 @@ from pagoda.backends.torch_cuda.kernels.attention.token_selection import select_
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaCache
 from pagoda.backends.torch_cuda.model.mixers.interface import PROJECTIONS, CudaMixerOps, RotaryTables
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
+from pagoda.backends.torch_decoder.functions import query_growth
 from pagoda.common.models.mixers import Indexer, LatentAttention, Mixer
 
 

@@ -16,7 +16,7 @@ from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.mixers.attention.packed import attend
 from pagoda.backends.reference.model.mixers.attention.projection import AttentionParams, Projection
 from pagoda.backends.reference.model.mixers.rotary import Rotations
-from pagoda.backends.reference.model.ops import norm, select_blocks
+from pagoda.backends.torch_decoder.functions import norm, select_blocks
 from pagoda.common.models.mixers import Attention
 
 

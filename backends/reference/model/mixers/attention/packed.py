@@ -12,7 +12,7 @@ from torch import Tensor
 from pagoda.backends.reference.execution import PackedPrompts
 from pagoda.backends.reference.model.mixers.attention.projection import AttentionParams, Projection, score_bias
 from pagoda.backends.reference.model.mixers.rotary import Rotations
-from pagoda.backends.reference.model.ops import query_growth, softcap, softmax
+from pagoda.backends.torch_decoder.functions import query_growth, softcap, softmax
 from pagoda.common.models.mixers import Attention
 
 QUERIES: Final = 256

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from pagoda.backends.reference.model.linear import Linear
 from pagoda.backends.reference.model.mixers.rotary import Rotation
-from pagoda.backends.reference.model.ops import alibi, norm, sigmoid
+from pagoda.backends.reference.model.ops import sigmoid
 from pagoda.backends.reference.model.params import NormParams
 from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.backends.torch_decoder.functions import alibi, norm
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
 

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backends.reference.model.mixers.gated_delta import chunked_rule, recurrent_rule
-from pagoda.backends.reference.model.ops import l2_norm
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS, Chip
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_delta import kernel
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_delta.kernel import DeltaWeights
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import StateStep
+from pagoda.backends.torch_decoder.functions import l2_norm
 from pagoda.common.models.mixers import GatedDelta
 
 __all__ = ["DeltaWeights", "gated_delta"]

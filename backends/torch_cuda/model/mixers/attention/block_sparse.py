@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import PackedPrompts
-from pagoda.backends.reference.model.ops import select_blocks
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.attention.block_selection import SelectedPages, select_pages
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention import decode_attention, even_pieces
@@ -22,6 +21,7 @@ from pagoda.backends.torch_cuda.model.mixers.attention.paged import CudaAttentio
 from pagoda.backends.torch_cuda.model.mixers.interface import RotaryTables
 from pagoda.backends.torch_cuda.model.mixers.latent_attention import contexts
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
+from pagoda.backends.torch_decoder.functions import select_blocks
 from pagoda.common.models.mixers import Attention, BlockIndexer
 
 MAX_SEQUENCES: Final = 65535

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import PackedPrompts
 from pagoda.backends.reference.model.mixers.attention.packed import attend
-from pagoda.backends.reference.model.ops import query_growth
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import RopeCache, rope_queries
 from pagoda.backends.torch_cuda.model.mixers.attention.block_sparse import CudaBlockIndex, packed_masks
@@ -25,6 +24,7 @@ from pagoda.backends.torch_cuda.model.mixers.attention.paged import (
 )
 from pagoda.backends.torch_cuda.model.mixers.interface import RotaryTables
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
+from pagoda.backends.torch_decoder.functions import query_growth
 from pagoda.common.models.mixers import Attention
 
 PAGE = 16

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import query_growth, sigmoid
+from pagoda.backends.reference.model.ops import sigmoid
 from pagoda.backends.torch_cuda.attention_backends.protocol import DecodeAttention, PrefillAttention, score_rules
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
@@ -23,6 +23,7 @@ from pagoda.backends.torch_cuda.kernels.pointwise.norm import RowNorm
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
+from pagoda.backends.torch_decoder.functions import query_growth
 from pagoda.backends.torch_decoder.ops import Linear
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
@@ -357,7 +358,7 @@ def _norm_over_ranks(spec: Attention, norm: Norm, build: CudaBuildContext, prefi
 
 
 def _scaled(wide: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-    """Round as `backends.reference.ops.norm` does."""
+    """Round as `torch_decoder.functions.norm` does."""
     if norm.unit_offset:
         return (wide * (1 + weight.float())).to(weight.dtype)
     return wide.to(weight.dtype) * weight
