@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts, StepBatch
+from pagoda.backends.reference.execution import StepBatch
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.linear import Linear, PlainLinear
 from pagoda.backends.reference.model.mixers.interface import MixerBuild, MixerOps
@@ -40,6 +40,7 @@ from pagoda.backends.torch_decoder.mixers.recurrence import (
 )
 from pagoda.backends.torch_decoder.mixers.short_convolution import ShortConvolutionMixer, ShortConvolutionRule
 from pagoda.backends.torch_decoder.ops import MixerStep
+from pagoda.backends.torch_decoder.packed import PackedPrompts
 from pagoda.common.models.mixers import (
     GatedDelta,
     KimiDelta,

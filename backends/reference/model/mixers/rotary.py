@@ -53,6 +53,13 @@ Rotations = dict[Rope | None, Rotation | None]
 """The rotation of each Rope of the model in one step; None maps to None."""
 
 
+def rotation_of(rotations: Rotations, rope: Rope) -> Rotation:
+    """Return the rotation of a Rope that the model has."""
+    rotation = rotations[rope]
+    assert rotation is not None, "only no Rope has no rotation"
+    return rotation
+
+
 class RotaryTables:
     """Tables of cos and sin [max_len, 1, dim] in the compute dtype, computed in float64, per distinct Rope."""
 

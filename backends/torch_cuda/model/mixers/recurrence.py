@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import NormWeights, rope_queries
 from pagoda.backends.torch_cuda.kernels.pointwise import activation
@@ -27,6 +26,7 @@ from pagoda.backends.torch_decoder.mixers.recurrence import (
     StateRule,
 )
 from pagoda.backends.torch_decoder.ops import Linear, MixerStep
+from pagoda.backends.torch_decoder.packed import PackedPrompts
 from pagoda.common.models.mixers import Recurrent
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope

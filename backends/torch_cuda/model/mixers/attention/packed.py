@@ -6,16 +6,15 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts
-from pagoda.backends.reference.model.mixers.attention.packed import attend
 from pagoda.backends.torch_cuda.device import Device
-from pagoda.backends.torch_cuda.kernels.attention.rope_cache import RopeCache, rope_queries
-from pagoda.backends.torch_cuda.model.mixers.attention.block_sparse import CudaBlockIndex, packed_masks
+from pagoda.backends.torch_cuda.kernels.attention.rope_cache import RopeCache, rope_queries, rotated
+from pagoda.backends.torch_cuda.model.mixers.attention.block_sparse import block_index
 from pagoda.backends.torch_cuda.model.mixers.attention.paged import (
     make_preparation,
     per_head_norm,
@@ -25,14 +24,12 @@ from pagoda.backends.torch_cuda.model.mixers.attention.paged import (
 from pagoda.backends.torch_cuda.model.mixers.interface import RotaryTables
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
 from pagoda.backends.torch_decoder.functions import query_growth
+from pagoda.backends.torch_decoder.mixers.packed_attention import SharedCaches, attend
+from pagoda.backends.torch_decoder.packed import PackedPrompts
 from pagoda.common.models.mixers import Attention
 
 PAGE = 16
 """Tokens per page of the temporary K and V; slot 0 is unused."""
-
-
-SharedKeysValues = dict[int, tuple[Tensor, Tensor]]
-"""K and V [T, K, H] of layers whose cache, by number, later layers read."""
 
 
 class CudaPackedAttention:
@@ -64,9 +61,10 @@ class CudaPackedAttention:
         self.cos_sin = None if spec.qk_norm_after_rope else cos_sin
         self.sinks = build.params.get(f"{prefix}.sinks")
         self.varlen = VarlenAttention.of(spec, build.params["embed"].dtype, build.device)
-        self.index = None if spec.blocks is None else CudaBlockIndex(spec, spec.blocks, tables, build, prefix)
+        self.index = None if spec.blocks is None else block_index(spec.blocks, spec, build, prefix)
+        self.index_cos_sin = None if spec.blocks is None else tables[spec.blocks.rope]
 
-    def __call__(self, x: Tensor, batch: PackedPrompts, kept: SharedKeysValues) -> Tensor:
+    def __call__(self, x: Tensor, batch: PackedPrompts, kept: SharedCaches) -> Tensor:
         """Return [T, D] of x [T, D]."""
         qkv = self.qkv(x)
         spec = self.spec
@@ -90,7 +88,10 @@ class CudaPackedAttention:
         if self.varlen is not None:
             heads = self.varlen(queries, keys, values, batch)
         else:
-            masks = {} if self.index is None else packed_masks(self.index, spec, x, batch)
+            masks = {}
+            if self.index is not None:
+                rotate = partial(rotated, positions=batch.positions, cos_sin=self.index_cos_sin)
+                masks = self.index.packed_masks(x, rotate, batch, spec.heads // spec.kv_heads)
             heads = attend(queries, keys, values, batch, spec, masks, sinks=self.sinks)
         if self.gate is not None:
             heads = heads.unflatten(1, (spec.heads, -1)) * self.gate(x).sigmoid().unflatten(1, (spec.heads, -1))
