@@ -47,7 +47,7 @@ class IndexProjection:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenIndex:
+class TokenSelector:
     """The indexer of latent attention."""
 
     spec: Indexer
@@ -96,7 +96,7 @@ class IndexQueries:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockIndex:
+class BlockSelector:
     """The indexer of attention to blocks, with a head of queries for each KV head."""
 
     spec: BlockIndexer

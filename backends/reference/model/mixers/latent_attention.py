@@ -26,7 +26,7 @@ from pagoda.backends.reference.model.ops import sigmoid
 from pagoda.backends.reference.model.params import NormParams
 from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.backends.torch_decoder.functions import norm, query_growth
-from pagoda.backends.torch_decoder.mixers.indexer import IndexProjection, TokenIndex
+from pagoda.backends.torch_decoder.mixers.indexer import IndexProjection, TokenSelector
 from pagoda.backends.torch_decoder.mixers.packed_attention import attend
 from pagoda.backends.torch_decoder.packed import PackedPrompts
 from pagoda.common.models.mixers import LatentAttention
@@ -108,7 +108,7 @@ class LatentProjection:
         return torch.cat((nope, rotary[:, None].expand(-1, spec.heads, -1)), -1), values
 
 
-def token_index(spec: LatentAttention, params: LatentAttentionParams) -> TokenIndex | None:
+def token_index(spec: LatentAttention, params: LatentAttentionParams) -> TokenSelector | None:
     """Return the layer's indexer, None if it has none."""
     own = params.indexer
     indexer = spec.indexer
@@ -122,7 +122,7 @@ def token_index(spec: LatentAttention, params: LatentAttentionParams) -> TokenIn
         k_norm=lambda x: norm(x, indexer.norm, weights.weight, weights.bias),
         heads=indexer.heads,
     )
-    return TokenIndex(indexer, project, own.weights)
+    return TokenSelector(indexer, project, own.weights)
 
 
 class PagedLatentAttention:
@@ -185,7 +185,7 @@ class PagedLatentAttention:
 class PagedIndexer:
     """Writes an indexer's keys to their paged cache, and selects from them."""
 
-    def __init__(self, index: TokenIndex, number: int) -> None:
+    def __init__(self, index: TokenSelector, number: int) -> None:
         """`number`: of the cache."""
         self.index = index
         self.number = number

@@ -27,7 +27,7 @@ from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaCache
 from pagoda.backends.torch_cuda.model.mixers.interface import PROJECTIONS, CudaMixerOps, RotaryTables
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
 from pagoda.backends.torch_decoder.functions import query_growth
-from pagoda.backends.torch_decoder.mixers.indexer import IndexProjection, TokenIndex
+from pagoda.backends.torch_decoder.mixers.indexer import IndexProjection, TokenSelector
 from pagoda.backends.torch_decoder.mixers.packed_attention import attend
 from pagoda.backends.torch_decoder.packed import PackedPrompts
 from pagoda.common.models.mixers import LatentAttention, Mixer
@@ -190,7 +190,7 @@ class CudaLatentAttention:
         return torch.bmm(attended.transpose(0, 1), value_up.mT).transpose(0, 1)
 
 
-def token_index(spec: LatentAttention, build: CudaBuildContext, prefix: str) -> TokenIndex | None:
+def token_index(spec: LatentAttention, build: CudaBuildContext, prefix: str) -> TokenSelector | None:
     """Return the layer's indexer, whole on every rank; None if it has none."""
     if spec.indexer is None:
         return None
@@ -202,7 +202,7 @@ def token_index(spec: LatentAttention, build: CudaBuildContext, prefix: str) -> 
         k_norm=build.rows_norm(spec.indexer.norm, f"{own}.k_norm"),
         heads=spec.indexer.heads,
     )
-    return TokenIndex(spec.indexer, project, build.linear(f"{own}.weights"))
+    return TokenSelector(spec.indexer, project, build.linear(f"{own}.weights"))
 
 
 def contexts(batch: CudaStepBatch) -> tuple[Tensor, Tensor]:

@@ -16,11 +16,11 @@ from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.mixers.attention.projection import AttentionParams, Projection
 from pagoda.backends.reference.model.mixers.rotary import Rotations, rotation_of
 from pagoda.backends.torch_decoder.functions import norm
-from pagoda.backends.torch_decoder.mixers.indexer import BlockIndex, IndexProjection
+from pagoda.backends.torch_decoder.mixers.indexer import BlockSelector, IndexProjection
 from pagoda.common.models.mixers import Attention, BlockIndexer
 
 
-def block_index(spec: BlockIndexer, attention: Attention, params: AttentionParams) -> BlockIndex:
+def block_index(spec: BlockIndexer, attention: Attention, params: AttentionParams) -> BlockSelector:
     """Return one layer's indexer."""
     own = params.blocks
     assert own is not None, "the weights are complete"
@@ -31,7 +31,7 @@ def block_index(spec: BlockIndexer, attention: Attention, params: AttentionParam
         k_norm=lambda x: norm(x, spec.norm, own.k_norm),
         heads=attention.kv_heads,
     )
-    return BlockIndex(spec, project)
+    return BlockSelector(spec, project)
 
 
 class PagedBlockAttention:

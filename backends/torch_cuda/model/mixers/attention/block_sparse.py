@@ -21,14 +21,14 @@ from pagoda.backends.torch_cuda.model.mixers.attention.paged import CudaAttentio
 from pagoda.backends.torch_cuda.model.mixers.interface import RotaryTables
 from pagoda.backends.torch_cuda.model.mixers.latent_attention import contexts
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
-from pagoda.backends.torch_decoder.mixers.indexer import BlockIndex, IndexProjection
+from pagoda.backends.torch_decoder.mixers.indexer import BlockSelector, IndexProjection
 from pagoda.common.models.mixers import Attention, BlockIndexer
 
 MAX_SEQUENCES: Final = 65535
 """Sequences of a launch of decode attention, the extent of a grid's last axis."""
 
 
-def block_index(spec: BlockIndexer, attention: Attention, build: CudaBuildContext, prefix: str) -> BlockIndex:
+def block_index(spec: BlockIndexer, attention: Attention, build: CudaBuildContext, prefix: str) -> BlockSelector:
     """Return one layer's indexer; a rank has the queries of its KV heads."""
     project = IndexProjection(
         q=build.linear(f"{prefix}.blocks.q"),
@@ -37,7 +37,7 @@ def block_index(spec: BlockIndexer, attention: Attention, build: CudaBuildContex
         k_norm=build.rows_norm(spec.norm, f"{prefix}.blocks.k_norm"),
         heads=build.shard.share(attention.kv_heads),
     )
-    return BlockIndex(spec, project)
+    return BlockSelector(spec, project)
 
 
 class CudaBlockAttention(CudaAttention):
@@ -80,14 +80,14 @@ class CudaBlockAttention(CudaAttention):
             several=batch.tiles is not None,
             use_kernel=self.device.use_kernels,
         )
-        return self.project_out(self._attend_selected(queries, batch, cache, selected), x)
+        return self.project.out(self._attend_selected(queries, batch, cache, selected), x)
 
     def _attend_selected(
         self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, selected: SelectedPages
     ) -> Tensor:
         """Return [T, N, H] of queries [T, N, H], each KV head of a token a sequence."""
         blocks = self.index.spec
-        sequences = queries.view(-1, self.heads // self.kv_heads, self.spec.head_dim)
+        sequences = queries.view(-1, self.project.heads // self.project.kv_heads, self.spec.head_dim)
         keys, values = (SelectedPages.pages_of(each, blocks) for each in (cache.keys, cache.values))
         one = self.span is not None or batch.tiles is not None
         longest = blocks.top_k * blocks.tokens
