@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from pagoda.common.models.mixers.base import MixerBase
 from pagoda.common.models.mixers.caches import CacheSpec, StateCache
 from pagoda.common.models.mixers.work import MixerWork
@@ -75,3 +78,10 @@ class LightningAttention(MixerBase):
     def indivisible(self, ranks: int) -> str | None:
         """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
         return f"{self.heads} linear attention heads" if self.heads % ranks else None
+
+    def half_split_orders(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """Yield the parameters of query and key heads, and the order that makes their channels half-split."""
+        if self.rope is not None and self.rope.interleaved:
+            order = self.rope.half_split_order(after=self.head_dim - self.rope.dim)
+            for part in ("q", "k", "q_norm", "k_norm"):
+                yield part, order
