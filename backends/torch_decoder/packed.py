@@ -57,7 +57,14 @@ class PackedPrompts:
             return None
         key = length, causal, window, chunk, chunk_lookback
         if key not in self.masks:
-            self.masks[key] = _mask_packed(*key, self.positions.device)
+            self.masks[key] = _mask_packed(
+                length,
+                causal=causal,
+                window=window,
+                chunk=chunk,
+                chunk_lookback=chunk_lookback,
+                device=self.positions.device,
+            )
         return self.masks[key]
 
 
@@ -86,11 +93,11 @@ def make_packed(plan: PoolPlan, device: torch.device | None = None) -> PackedPro
 
 
 def _mask_packed(
-    length: int, causal: bool, window: int | None, chunk: int | None, lookback: int, device: torch.device
+    length: int, *, causal: bool, window: int | None, chunk: int | None, chunk_lookback: int, device: torch.device
 ) -> Tensor:
     ahead = torch.arange(length, device=device)[None] - torch.arange(length, device=device)[:, None]  # key - query
     seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
     if chunk is not None:
         positions = torch.arange(length, device=device)
-        seen &= positions[:, None] // chunk - positions // chunk <= lookback
+        seen &= positions[:, None] // chunk - positions // chunk <= chunk_lookback
     return seen if window is None else seen & (ahead.abs() < window)
