@@ -24,6 +24,7 @@ MIXER_ROOMS: Final = (
     "common/models/families/",
     "backends/reference/model/mixers/",
     "backends/reference/model/naive/",
+    "backends/torch_decoder/mixers/",
     "backends/torch_cuda/model/mixers/",
     "backends/jax_tpu/model/mixers/",
     "backends/torch_cuda/attention_backends/",

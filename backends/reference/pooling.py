@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.backend import CAPABILITIES, prepare_thread
-from pagoda.backends.reference.execution import PackedPrompts, make_packed
 from pagoda.backends.reference.model.feed_forward import packed_makers
-from pagoda.backends.reference.model.mixers.attention.packed import SharedCaches
 from pagoda.backends.reference.model.mixers.rotary import RotaryTables
 from pagoda.backends.reference.model.named_ops import ReferenceOps, named_parts
 from pagoda.backends.reference.model.numerics import Numerics, numerics
@@ -21,6 +19,8 @@ from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
 from pagoda.backends.reference.profiler import TorchTracer
 from pagoda.backends.reference.weights.load import Packer, rounded_weights
 from pagoda.backends.torch_decoder.decoder import TorchModel
+from pagoda.backends.torch_decoder.mixers.packed_attention import SharedCaches
+from pagoda.backends.torch_decoder.packed import PackedPrompts, make_packed
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.nested.profiler import ProfilerConfig

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts, make_packed
 from pagoda.backends.reference.model.ops import to_torch
 from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
 from pagoda.backends.reference.profiler import TorchTracer
@@ -21,14 +20,15 @@ from pagoda.backends.torch_cuda.execution.stream import DeviceStream, DeviceToHo
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter
 from pagoda.backends.torch_cuda.memory.plan import GIB
 from pagoda.backends.torch_cuda.model.feed_forward import block_makers
-from pagoda.backends.torch_cuda.model.mixers.attention.packed import SharedKeysValues
 from pagoda.backends.torch_cuda.model.mixers.registry import MIXERS, ops_of
 from pagoda.backends.torch_cuda.model.parameters import RankParams
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, rotary_tables
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard
 from pagoda.backends.torch_cuda.weights.load import Loader
 from pagoda.backends.torch_decoder.decoder import TorchModel, packed_mixers
+from pagoda.backends.torch_decoder.mixers.packed_attention import SharedCaches
 from pagoda.backends.torch_decoder.ops import MixerStep
+from pagoda.backends.torch_decoder.packed import PackedPrompts, make_packed
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.nested.profiler import ProfilerConfig
@@ -184,7 +184,7 @@ class CudaEncoder(TorchModel):
 
     def hidden(self, batch: PackedPrompts) -> Tensor:
         """Return hidden states [T, D] after the last norm."""
-        kept: SharedKeysValues = {}
+        kept: SharedCaches = {}
         return self.encoded(batch.token_ids, batch.positions, batch.token_types, batch, kept)
 
 

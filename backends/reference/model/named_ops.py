@@ -13,10 +13,11 @@ from torch import Tensor
 
 from pagoda.backends.reference.model.adapters import AdapterMatrices
 from pagoda.backends.reference.model.numerics import Numerics
-from pagoda.backends.reference.model.ops import activation, norm, sigmoid
+from pagoda.backends.reference.model.ops import activation, sigmoid
 from pagoda.backends.reference.model.params import ModelParams
 from pagoda.backends.reference.model.quantized.blocks import look_up
 from pagoda.backends.reference.programs.operators import Operators
+from pagoda.backends.torch_decoder.functions import norm
 from pagoda.backends.torch_decoder.layers import with_shared_blocks
 from pagoda.backends.torch_decoder.ops import Linear, NormStep, Stream
 from pagoda.common.models.primitives import Norm

@@ -1,4 +1,4 @@
-"""Parameters as the decoder computes with them: of norms and convolutions, and of a model."""
+"""Parameters as the decoder computes with them: of norms, and of a model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,6 @@ class NormParams:
 
     weight: Tensor
     bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class ConvolutionParams:
-    """A convolution of each of C channels by itself, in float32."""
-
-    taps: Tensor  # [taps, C, 1]
-    bias: Tensor | None  # [C, 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,6 +164,11 @@ class CudaBuildContext:
         """Return the norm `name`; without a spec, the sum alone."""
         return _add if spec is None else self._row_norm(spec, name)
 
+    def rows_norm(self, spec: Norm, name: str) -> Linear:
+        """Return the norm `name` as a function of rows [n, H]."""
+        norm = self._row_norm(spec, name)
+        return lambda x: norm(x)[0]
+
     def _row_norm(self, spec: Norm, name: str) -> RowNorm:
         return RowNorm(
             self.params[name] if spec.scale else self.params["embed"].new_ones(self.width),

@@ -282,6 +282,10 @@ class Attention(MixerBase):
             order = self.rope.half_split_order(after=self.head_dim - self.rope.dim)
             for part in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm", "q_norm_bias", "k_norm_bias"):
                 yield part, order
+        if self.blocks is not None and self.blocks.rope.interleaved:
+            order = self.blocks.rope.half_split_order(after=self.blocks.head_dim - self.blocks.rope.dim)
+            for part in ("q", "k", "q_norm", "k_norm", "q_norm_bias", "k_norm_bias"):
+                yield f"blocks.{part}", order
 
     def lora_copies(self) -> Mapping[str, str]:
         """Return the values that are keys: they have no parameter of their own."""

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from pagoda.common.models.mixers.base import MixerBase
 from pagoda.common.models.mixers.caches import CacheSpec, StateCache
 from pagoda.common.models.mixers.work import MixerWork
@@ -72,3 +75,10 @@ class LightningAttention(MixerBase):
     def max_ranks(self) -> int:
         """Most tensor-parallel ranks that can share the mixer."""
         return self.heads
+
+    def half_split_orders(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """Yield the parameters of query and key heads, and the order that makes their channels half-split."""
+        if self.rope is not None and self.rope.interleaved:
+            order = self.rope.half_split_order(after=self.head_dim - self.rope.dim)
+            for part in ("q", "k", "q_norm", "k_norm"):
+                yield part, order

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import CacheSpan, StepBatch
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.mixers.attention.projection import AttentionParams, Projection, score_bias
+from pagoda.backends.reference.model.mixers.attention.projection import AttentionParams, Projection
 from pagoda.backends.reference.model.mixers.rotary import Rotations
-from pagoda.backends.reference.model.ops import query_growth, softcap, softmax
 from pagoda.backends.reference.programs.operators import CacheWriter, HeadShape, Operators
+from pagoda.backends.torch_decoder.functions import query_growth, softcap, softmax
+from pagoda.backends.torch_decoder.mixers.packed_attention import score_bias
 from pagoda.common.models.mixers import Attention
 
 

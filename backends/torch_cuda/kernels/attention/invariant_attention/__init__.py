@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import softcap as capped
 from pagoda.backends.torch_cuda.kernels.attention.invariant_attention import kernel
 from pagoda.backends.torch_cuda.kernels.attention.invariant_attention.kernel import (
     SequenceTokens,
@@ -18,6 +17,7 @@ from pagoda.backends.torch_cuda.kernels.attention.invariant_attention.kernel imp
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import check_caches, gather
 from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
+from pagoda.backends.torch_decoder.functions import softcap as capped
 
 __all__ = ["SequenceTokens", "invariant_attention", "query_tile", "span_tokens"]
 
