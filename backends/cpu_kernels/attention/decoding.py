@@ -81,31 +81,36 @@ class Decoding(PagedKernel, ABC):
         e = self.e
         shape = self.shape
         queries = self.read_queries(self.head_start(row, self.q_stride, head, 0, shape.head_dim))
-        sums = [self._no_keys() for _ in range(shape.group)]
+        sums = self._no_keys()
         position = e.load_int(self.rows, row)
         first = self.resume(row, head, position, sums)
         last_page = e.div(position, shape.block_size)
         with e.loop(e.div(first, shape.block_size), e.add(last_page, 1)) as page:
             here = e.mul(page, shape.block_size)
             seen = SeenKeys(low=e.sub(first, here), newest=e.sub(position, here), span=shape.block_size)
-            high = e.least(e.add(seen.newest, 1), shape.block_size)
-            keys = PageKeys(self.slot_of(row, page, head), seen, high)
+            slot = self.slot_of(row, page, head)
+            keys = PageKeys(slot=slot, seen=seen, high=e.least(e.add(seen.newest, 1), shape.block_size))
             self.score(queries, keys)
             for group, of_head in enumerate(sums):
                 self._weigh(group, seen, of_head)
             self.mix(sums, keys)
+        result = self.head_start(row, self.out_stride, head, 0, shape.value_dim)
         for group, of_head in enumerate(sums):
+            start = e.add(result, group * shape.value_dim)
             share = e.splat(e.builder.fdiv(F32(1.0), e.sum(e.builder.load(of_head.total))))
-            start = self.head_start(row, self.out_stride, head, group, shape.value_dim)
             for number, part in enumerate(of_head.mixed):
                 e.store(e.builder.fmul(e.builder.load(part), share), self.out, e.add(start, number * LANES))
 
-    def _no_keys(self) -> HeadSums:
+    def _no_keys(self) -> list[HeadSums]:
+        """Return the sums of all heads before any key."""
         e = self.e
-        top = e.variable(F32)
-        e.builder.store(F32(NEVER), top)
-        (total,) = e.zeros(1)
-        return HeadSums(mixed=e.zeros(self.shape.value_dim // LANES), total=total, top=top)
+        group = self.shape.group
+        tops = [e.variable(F32) for _ in range(group)]
+        mixed = [e.zeros(self.shape.value_dim // LANES) for _ in range(group)]
+        totals = e.zeros(group)
+        for top in tops:
+            e.builder.store(F32(NEVER), top)
+        return [HeadSums(mixed=parts, total=total, top=top) for parts, total, top in zip(mixed, totals, tops)]
 
     def _weigh(self, group: int, seen: SeenKeys, sums: HeadSums) -> None:
         """Store the weights of one head, and rescale what was summed before."""

@@ -30,7 +30,7 @@ from pagoda.backends.reference.memory import LayerCache
 logger = logging.getLogger(__name__)
 
 MOST_SEQUENCES: Final = 64
-"""Of a program. In larger steps calls cost little beside the products."""
+"""Largest number of sequences of a program: in larger steps calls cost little beside the products."""
 
 _MOST_FORMS: Final = 4
 """Programs of one number of sequences: their shared prefixes differ."""
@@ -47,7 +47,8 @@ class RecordedSteps:
         self._run = run
         self._max_len = max_len
         self._recordable = True
-        self._threads: dict[int, _ThreadSteps] = {}  # by their identifiers
+        self._threads: dict[int, _ThreadSteps] = {}
+        """By the identifier of the thread."""
 
     def records(self, num_tokens: int) -> bool:
         """Return whether a step of `num_tokens` sequences, a token each, becomes a program, as far as is known."""
@@ -126,8 +127,11 @@ class _Step:
     """A program for a number of sequences, and the lengths of the arrays of their shared prefixes."""
 
     program: Program
-    views: Mapping[int, ViewBatch]  # with the prefixes that the program reads
-    hidden: Tensor  # its result
+    views: Mapping[int, ViewBatch]
+    """By number of the view, with the shared prefixes that the program reads."""
+
+    hidden: Tensor
+    """The program's result [S, D]."""
 
     def fits(self, batch: StepBatch) -> bool:
         """Return whether the program computes a step."""
@@ -155,7 +159,9 @@ def _form(prefixes: Prefixes | None) -> tuple[int, ...]:
 class _ThreadSteps:
     """The programs of one thread by their number of sequences: they share inputs and memory."""
 
-    caches: tuple[int, ...]  # see `_memory`
+    caches: tuple[int, ...]
+    """What `_memory` returned for the caches."""
+
     inputs: _Inputs
     memory: StepMemory = field(default_factory=StepMemory)
     programs: dict[int, list[_Step]] = field(default_factory=dict)
@@ -163,14 +169,14 @@ class _ThreadSteps:
     def record(self, run: RunLayers, x: Tensor, batch: StepBatch, caches: Caches) -> tuple[bool, Tensor]:
         """Run a step, and keep it as a program if kernels compute all of it. Return whether they do, and the result."""
         self.inputs.copy(x, batch)
-        own_x, own = self.inputs.of(batch)
+        program_x, program_batch = self.inputs.of(batch)
         with record(self.memory) as recording, _Foreign() as foreign:
-            hidden = run(own_x, own, caches)
+            hidden = run(program_x, program_batch, caches)
         if foreign.operations:
             logger.debug("steps are not recorded: torch computes %s", ", ".join(sorted(foreign.operations)))
             return False, hidden
         logger.debug("recorded the %d kernels of a step of %d sequences", len(recording.calls), len(x))
-        step = _Step(Program(recording.calls), own.views, hidden)
+        step = _Step(Program(recording.calls), program_batch.views, hidden)
         steps = self.programs.setdefault(len(x), [])
         steps[_MOST_FORMS - 1 :] = []
         steps.insert(0, step)
@@ -204,7 +210,8 @@ class Program:
     def __init__(self, calls: list[tuple[int, array[int]]]) -> None:
         """`calls`: kernels' addresses and words, which point to memory that the caller keeps."""
         width = max(len(words) for _, words in calls)
-        self._first = np.zeros((len(calls), width), np.int64)  # words before a run
+        self._first = np.zeros((len(calls), width), np.int64)
+        """Words of all calls before a run."""
         for row, (_, words) in zip(self._first, calls):
             row[: len(words)] = words
         self._words = self._first.copy()
