@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,8 @@ from pagoda.common.engine.workload.drive import Clock
 from pagoda.common.models.family import PoolUse
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import TransformersSpec
+from pagoda.common.weights.quantization.schemes import Scheme
+from pagoda.common.weights.quantization.support import SchemeSupport
 
 
 class BackendModule(Protocol):
@@ -45,6 +47,18 @@ class BackendModule(Protocol):
 
         Raises ConfigError where `create` would. Keeps no device and joins no other rank.
         """
+        ...
+
+
+class SchemeModule(Protocol):
+    """Interface of a backend's `schemes.py`."""
+
+    ROUNDED_ON_DEVICE: Collection[str]
+    """Values of --quantization that the backend rounds on its devices; matrices of others come rounded."""
+
+    @staticmethod
+    def scheme_support(scheme: Scheme, experts: bool) -> SchemeSupport:
+        """Return what the backend does with matrices of a scheme; `experts`: those of mixtures of experts."""
         ...
 
 

@@ -19,6 +19,7 @@ from pagoda.backends.modules import (
     PlannerModule,
     PoolingModule,
     RankRuntime,
+    SchemeModule,
     SimulatorModule,
 )
 from pagoda.common.backend import ParallelSizes
@@ -26,8 +27,6 @@ from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.config.groups.parallel import ParallelConfig
 from pagoda.common.config.tpu_host import chips_env, tpu_chips
 from pagoda.common.errors import ConfigError
-from pagoda.common.weights.quantization.support import SchemeSupport
-from pagoda.common.weights.quantization.tensors import Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,6 @@ class Entry:
     batch_invariant: bool = False  # a token's numbers can be independent of its batch
     drafters: bool = False  # drafter models run on its device
     drafter_parallel: tuple[str, ...] = ()  # as `parallel`, with a drafter model
-    quantizes: tuple[str, ...] = ()  # values of --quantization that it rounds on its devices; others come rounded
     pooling: str | None = None  # PoolingModule; None: it only generates
     pooling_parallel: tuple[str, ...] = ()  # as `parallel`, for pooling models
     transformers: tuple[str, ...] = ()  # packages with which it runs models of the library transformers
@@ -131,7 +129,6 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         batch_invariant=True,
         drafters=True,
         drafter_parallel=("tensor", "data"),
-        quantizes=("fp8", "fp8_per_channel", "ptpc_fp8", "int8", "tpu_int8", "int8_per_channel_weight_only", "int4"),
         pooling="pagoda.backends.jax_tpu.pooling",
         pooling_parallel=("tensor",),
         transformers=("transformers", "torch", "torchax"),
@@ -150,7 +147,6 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         without_device=TORCH_CUDA_DEVICE.is_on,
         remedy=": install its driver, or use --backend reference",
         batch_invariant=True,
-        quantizes=("fp8", "fp8_per_channel", "ptpc_fp8", "int8", "tpu_int8", "int8_per_channel_weight_only", "int4"),
         pooling="pagoda.backends.torch_cuda.pooling",
         transformers=("transformers",),
         pools_transformers=True,
@@ -268,15 +264,9 @@ def check_drafters(name: str, method: str, parallel: ParallelConfig) -> None:
             raise ConfigError("--speculative-config", f"method {method}: {name} runs drafters on {where}; drop {flag}")
 
 
-def quantizes(name: str, method: str) -> bool:
-    """Return whether the backend rounds dense matrices itself for a value of --quantization."""
-    return method in _entry(name).quantizes
-
-
-def load_scheme_support(name: str) -> Callable[[Scheme, bool], SchemeSupport]:
-    """Import what a backend declares of quantised matrices, without the packages that it computes with."""
-    module = importlib.import_module(f"pagoda.backends.{_entry(name).name}.supported")
-    return cast(Callable[[Scheme, bool], SchemeSupport], module.scheme_support)
+def load_schemes(name: str) -> SchemeModule:
+    """Import what a backend does with quantised matrices, without the packages that it computes with."""
+    return cast(SchemeModule, importlib.import_module(f"pagoda.backends.{_entry(name).name}.schemes"))
 
 
 def load_backend(name: str) -> BackendModule:

@@ -18,15 +18,16 @@ from pagoda.common.config.groups.nested.profiler import ProfilerConfig
 from pagoda.common.config.groups.simulation import SimulationConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.pooling.values import PoolPlan, PoolResult
-from pagoda.common.engine.sampling.rules import USUAL, SamplerOptions
-from pagoda.common.engine.steps.contract import StepPlan, StepResult, TokenMasks
+from pagoda.common.engine.sampling.processors import USUAL, SamplerOptions
+from pagoda.common.engine.steps.contract import ShardResults, StepPlan, StepResult, TokenMasks
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.drafters import DrafterSpec
 from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.transformers_spec import AnySpec
 from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions
-from pagoda.common.weights.quantization.tensors import Scheme, Value
+from pagoda.common.weights.quantization.schemes import Scheme
+from pagoda.common.weights.quantization.tensors import Value
 
 MasksT_contra = TypeVar("MasksT_contra", contravariant=True)
 ResultT_co = TypeVar("ResultT_co", covariant=True)
@@ -59,16 +60,16 @@ class RankLink:
     """This process's rank among several that share a model."""
 
     comm: RankComm
-    device: int  # index among the devices that this process sees
+    device: int  # Index among the devices that this process sees.
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
     """How a model is distributed over devices."""
 
-    tensor: int = 1  # devices each layer is sharded over
-    data: int = 1  # copies of the model in one program
-    engines: int = 1  # engine processes with a copy each, on this host
+    tensor: int = 1  # Number of devices that each layer is sharded over.
+    data: int = 1  # Number of copies of the model in one program.
+    engines: int = 1  # Number of engine processes on this host, each with a copy.
 
     @property
     def devices(self) -> int:
@@ -80,10 +81,10 @@ class ParallelSizes:
 class ProgramOptions:
     """Where compiled programs come from and go to, for backends that compile ahead of time."""
 
-    bundle: Path | None = None  # folder of programs that were compiled before
-    compile_cache: Path | None = None  # folder that compiled programs are kept in
-    strict: bool = False  # a compilation after warm-up is an error instead of a count
-    profiler_port: int | None = None  # of the framework's profiler server
+    bundle: Path | None = None  # Folder of programs that were compiled before.
+    compile_cache: Path | None = None  # Folder that compiled programs are kept in.
+    strict: bool = False  # A compilation after warm-up is an error instead of a count.
+    profiler_port: int | None = None  # Port of the framework's profiler server.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,25 +92,26 @@ class BackendOptions:
     """What a backend for one model is created with. `backends.registry` refuses options that a backend lacks."""
 
     spec: AnySpec
-    limits: Limits  # of each copy of the model
+    limits: Limits  # Limits of each copy of the model.
     layout: KvLayout
     cache: CacheConfig
-    dtype: str  # resolved, not `auto`
+    dtype: str  # Data type of the weights, resolved: it is not `auto`.
     sampling: SamplerOptions = USUAL
     parallel: ParallelSizes = ParallelSizes()
-    rank: RankLink | None = None  # where each device has its own process
+    rank: RankLink | None = None  # The link to the other ranks, if each device has its own process.
     programs: ProgramOptions = ProgramOptions()
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
-    quantization: str | None = None  # of the layers' matrices when they are loaded, a value of --quantization
-    schemes: Mapping[str, Scheme] = field(default_factory=dict)  # of parameters that the checkpoint holds quantised
-    attention: str = AUTO  # kernel of prefill and mixed steps, by its name in AttentionConfig
-    sleep_mode: bool = False  # `sleep` will be called
-    prompt_embeds: bool = False  # steps may have embeddings in place of tokens
-    batch_invariant: bool = False  # a token's numbers do not depend on what else is in its step
-    drafter: DrafterSpec | None = None  # guesses the drafts of the next step; None: drafts come from the host, or none
-    lora: LoraOptions | None = None  # None: no request has an adapter
-    profiler: ProfilerConfig | None = None  # None: steps are not traced
-    simulation: SimulationConfig = field(default_factory=SimulationConfig)  # read by the backend `simulated` only
+    quantization: str | None = None  # Value of --quantization: how layers' matrices are quantised when they are loaded.
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)  # Parameter -> scheme in the checkpoint.
+    attention: str = AUTO  # Kernel of prefill and mixed steps, by its name in AttentionConfig.
+    sleep_mode: bool = False  # `sleep` will be called.
+    prompt_embeds: bool = False  # Steps may have embeddings in place of tokens.
+    batch_invariant: bool = False  # A token's numbers do not depend on what else is in its step.
+    drafter: DrafterSpec | None = None  # Guesses drafts on the device; None: no drafts, or those of the host.
+    lora: LoraOptions | None = None  # None: no request has an adapter.
+    profiler: ProfilerConfig | None = None  # None: steps are not traced.
+    # Settings that only the backend `simulated` reads.
+    simulation: SimulationConfig = field(default_factory=SimulationConfig)
 
     def __post_init__(self) -> None:
         """Raise ConfigError if drafts or batch invariance are wanted from a model or with settings without them."""
@@ -145,12 +147,12 @@ class PoolingOptions:
 
     spec: AnySpec
     limits: Limits
-    dtype: str  # resolved, not `auto`
+    dtype: str  # Data type of the weights, resolved: it is not `auto`.
     parallel: ParallelSizes = ParallelSizes()
     programs: ProgramOptions = ProgramOptions()
-    memory_share: float = 1.0  # fraction of each device's memory that may be used
-    batch_stated: bool = True  # False: the batch may be reduced to fit the memory
-    profiler: ProfilerConfig | None = None  # None: steps are not traced
+    memory_share: float = 1.0  # Fraction of each device's memory that may be used.
+    batch_stated: bool = True  # False: the batch may be reduced to fit the memory.
+    profiler: ProfilerConfig | None = None  # None: steps are not traced.
 
 
 class Pending(Protocol[ResultT_co]):
@@ -176,7 +178,7 @@ ShardMasks = tuple[TokenMasks | None, ...]
 """None for shards whose plan has no `masked`."""
 
 PendingResult = PendingSample[TokenMasks, StepResult]
-PendingShards = PendingSample[ShardMasks, tuple[StepResult | None, ...]]  # None for shards without a plan
+PendingShards = PendingSample[ShardMasks, ShardResults]
 PendingPooling = Pending[PoolResult]
 
 
@@ -186,11 +188,11 @@ class MemoryPlan:
 
     weights: int
     activations: int
-    num_blocks: tuple[int, ...]  # of each pool, including block 0, the null block
-    block_bytes: tuple[int, ...]  # of a block of each pool
-    graphs: int = 0  # captured CUDA graphs
-    cross_attention: int = 0  # keys and values of the encoder prompts of all rows
-    adapters: int = 0  # slots of LoRA adapters
+    num_blocks: tuple[int, ...]  # Blocks of each pool, including block 0, the null block.
+    block_bytes: tuple[int, ...]  # Bytes of a block of each pool.
+    graphs: int = 0  # Bytes of the captured CUDA graphs.
+    cross_attention: int = 0  # Bytes of the encoder prompts' keys and values, of all rows.
+    adapters: int = 0  # Bytes of the slots of LoRA adapters.
 
     @property
     def kv_cache(self) -> int:
@@ -214,8 +216,8 @@ class Capabilities:
 
     name: str
     device: str
-    block_size: int  # default tokens per KV block
-    prefers_extents: bool  # consecutive blocks per sequence are faster
+    block_size: int  # Default number of tokens per KV block.
+    prefers_extents: bool  # Consecutive blocks of a sequence are faster.
 
 
 class DeviceBackend(Protocol):

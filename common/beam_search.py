@@ -21,16 +21,16 @@ MAX_LENGTH_PENALTY: Final = 100.0
 class BeamSearchParams:
     """Options of a beam search."""
 
-    beam_width: int  # answers
+    beam_width: int  # Number of answers.
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0  # 0 or 1: nothing is sampled, so no other value has an effect
-    length_penalty: float = 1.0  # exponent of the length that divides a beam's logprob
+    temperature: float = 0.0  # With 0 or 1 nothing is sampled, so no other value has an effect.
+    length_penalty: float = 1.0  # The length of a beam to this power divides its logprob.
     include_stop_str_in_output: bool = False
     structured_outputs: None = None
-    skip_special_tokens: bool = True  # in the text of the answers
+    skip_special_tokens: bool = True  # Leave special tokens out of the answers' text.
     watermarking: None = None
-    early_stopping: bool = False  # end once `beam_width` answers are complete, even if a live beam is better
+    early_stopping: bool = False  # End once `beam_width` answers are complete, even if a live beam is better.
 
     def __post_init__(self) -> None:
         for name, value, maximum in (
@@ -58,8 +58,8 @@ class Beam:
     """A continuation of the prompt."""
 
     token_ids: tuple[int, ...] = ()
-    logprob: float = 0.0  # sum over its tokens
-    ended: bool = False  # its last token ends it
+    logprob: float = 0.0  # Sum of the log-probabilities of its tokens.
+    ended: bool = False  # Its last token ends it.
 
     def score(self, length_penalty: float) -> float:
         """Return the length-normalised logprob; the ending token does not count as length."""

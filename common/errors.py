@@ -99,24 +99,24 @@ class SleepError(PagodaError):
 
 
 class EngineDeadError(PagodaError, RuntimeError):
-    """The engine stopped. The message has the cause, and what the operator may do; `told` is what clients read."""
+    """The engine stopped. The message has the cause and what the operator may do; clients read `client_message`."""
 
-    told = "the engine has ended; the server's log says why"
+    client_message = "the engine has ended; the server's log says why"
 
 
 class EngineUnavailableError(EngineDeadError):
     """The engine is stuck, or is being restarted: HTTP 503. The same request may be accepted later."""
 
-    told = "the engine does not answer at present; try again later"
+    client_message = "the engine does not answer at present; try again later"
 
 
 class EngineRestartingError(EngineUnavailableError):
     """The engine is being restarted within the limits of --restart-engine: the server is to be left alone."""
 
-    told = "the engine is being restarted; try again shortly"
+    client_message = "the engine is being restarted; try again shortly"
 
 
 class RequestLostError(EngineUnavailableError):
     """The engine ended while it ran the request, and is being restarted: HTTP 503. It does not run again by itself."""
 
-    told = "the engine ended while it ran this request and is being restarted; send it again"
+    client_message = "the engine ended while it ran this request and is being restarted; send it again"

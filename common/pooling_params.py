@@ -28,18 +28,18 @@ NOT_YET: Final = {
 class PoolingParams:
     """How to pool a prompt. There is one output, at the end."""
 
-    use_activation: bool | None = None  # normalise embeddings, turn labels into probabilities; None: model's default
-    dimensions: int | None = None  # leading dimensions of an embedding to keep (Matryoshka); None: all
-    step_tag_id: int | None = None  # only tokens with this id have an output, in tasks with one per token
+    use_activation: bool | None = None  # Normalise embeddings, turn labels into probabilities; None: model's default.
+    dimensions: int | None = None  # Number of leading dimensions of an embedding to keep (Matryoshka); None: all.
+    step_tag_id: int | None = None  # Only tokens with this id have an output, in tasks with one output per token.
     returned_token_ids: list[int] | None = None
-    task: str | None = None  # one of the model's tasks; None: its default
+    task: str | None = None  # One of the model's tasks; None: its default.
     requires_token_ids: bool = False
-    skip_reading_prefix_cache: bool | None = None  # no effect: pooling caches no prefixes
+    skip_reading_prefix_cache: bool | None = None  # It has no effect: pooling caches no prefixes.
     late_interaction_params: Any = None
     extra_kwargs: dict[str, Any] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
-    truncate_prompt_tokens: int | None = field(default=None, kw_only=True)  # see TextOptions
-    normalize: InitVar[bool | None] = field(default=None, kw_only=True)  # vLLM's former names of use_activation
+    truncate_prompt_tokens: int | None = field(default=None, kw_only=True)  # See TextOptions.
+    normalize: InitVar[bool | None] = field(default=None, kw_only=True)  # A former name of use_activation, as in vLLM.
     softmax: InitVar[bool | None] = field(default=None, kw_only=True)
     activation: InitVar[bool | None] = field(default=None, kw_only=True)
 

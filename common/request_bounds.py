@@ -5,6 +5,8 @@ Request bodies and SamplingParams validate by this table, and docs/reference/bou
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -26,13 +28,28 @@ MAX_TEXT_CHARACTERS: Final = 1 << 27
 class Bound:
     """Bounds of one field's value, and of each entry if it is a list or an object. None: the type's own."""
 
-    low: float | None = None  # least number
-    high: float | None = None  # greatest number
-    above: bool = False  # `low` itself is refused
-    entries: int | None = None  # most entries of a list or object
-    characters: int | None = None  # most characters of a text
-    total: str = ""  # what bounds the cost of the field together with others
-    sampled: bool = False  # SamplingParams checks it, under the name that the field has in the request
+    low: float | None = None  # Least number.
+    high: float | None = None  # Greatest number.
+    above: bool = False  # The bound `low` itself is refused.
+    entries: int | None = None  # Maximum number of entries of a list or object.
+    characters: int | None = None  # Maximum number of characters of a text.
+    total: str = ""  # The bound on the cost of the field together with others.
+    sampled: bool = False  # SamplingParams checks it, under the name that the field has in the request.
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """The least and the greatest number, infinite where the type's own bounds hold."""
+        return -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
+
+    @property
+    def most_entries(self) -> int:
+        """The most entries of a list or object; what an index can address without a bound."""
+        return sys.maxsize if self.entries is None else self.entries
+
+    @property
+    def most_characters(self) -> int:
+        """Likewise the most characters of a text."""
+        return sys.maxsize if self.characters is None else self.characters
 
 
 def _sampled(low: float | None = None, high: float | None = None, **more: bool | int | str) -> Bound:
@@ -186,3 +203,8 @@ BOUNDS: Final[Mapping[str, Bound]] = {
 def bound_of(owner: str, field: str) -> Bound | None:
     """Return the bounds of a field of the class `owner`; None for a field without a row."""
     return BOUNDS.get(f"{owner}.{field}") or BOUNDS.get(field)
+
+
+def sampling_bound(field: str) -> Bound:
+    """Return the bounds of a field of SamplingParams. Raises KeyError for a field without a row."""
+    return BOUNDS.get(f"SamplingParams.{field}") or BOUNDS[field]

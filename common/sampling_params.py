@@ -17,22 +17,22 @@ import msgspec
 
 from pagoda.common.engine.sampling.rules import GREEDY_EPSILON, SamplingRules
 from pagoda.common.errors import RequestError
-from pagoda.common.request_bounds import Bound, bound_of
+from pagoda.common.request_bounds import sampling_bound
 
 
 @dataclass(frozen=True, slots=True)
 class RepetitionDetectionParams:
     """End an answer whose last tokens repeat one pattern `min_count` times."""
 
-    max_pattern_size: int = 0  # tokens; 0 disables the detection
-    min_pattern_size: int = 0  # tokens; 0 means 1
+    max_pattern_size: int = 0  # Number of tokens; 0 disables the detection.
+    min_pattern_size: int = 0  # Number of tokens; 0 means 1.
     min_count: int = 0
 
     def verify(self) -> None:
         """Raise RequestError for inconsistent sizes."""
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):
             value = getattr(self, name)
-            maximum = int(_row(name).high or 0)
+            maximum = int(sampling_bound(name).numbers[1])
             if type(value) is not int or not 0 <= value <= maximum:
                 raise RequestError(
                     "repetition_detection", f"repetition_detection.{name} must be an integer between 0 and {maximum}"
@@ -67,22 +67,24 @@ KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural
 class StructuredOutputsParams:
     """The constraint on an answer's format."""
 
-    json: str | Mapping[str, Any] | bool | None = None  # JSON schema, as text or object
+    json: str | Mapping[str, Any] | bool | None = None  # JSON schema, as text or object.
     regex: str | None = None
     choice: tuple[str, ...] | list[str] | None = None
     grammar: str | None = None  # Lark or EBNF (GBNF)
     json_object: bool | None = None
-    structural_tag: str | Mapping[str, Any] | None = None  # tags that enable schemas, as JSON text or object
+    structural_tag: str | Mapping[str, Any] | None = None  # Tags that enable schemas, as JSON text or object.
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None  # regular expression of the whitespace between JSON tokens
+    whitespace_pattern: str | None = None  # Regular expression of the white space between JSON tokens.
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
             object.__setattr__(self, "choice", tuple(self.choice))
-        given = [name for name in KINDS if getattr(self, name) is not None and (name == "json" or getattr(self, name))]
-        if len(given) != 1:
-            kinds = ", ".join(given) or "none"
+        set_kinds = [
+            name for name in KINDS if getattr(self, name) is not None and (name == "json" or getattr(self, name))
+        ]
+        if len(set_kinds) != 1:
+            kinds = ", ".join(set_kinds) or "none"
             raise RequestError(
                 "structured_outputs",
                 f"structured_outputs must set exactly one of {', '.join(KINDS)}; set here: {kinds}",
@@ -99,6 +101,10 @@ NOT_YET: Final = (
     "trace_decode_token_ids",
 )
 """Fields of vLLM's interface that this version refuses unless they have their default."""
+
+
+MODEL_DEFAULTS: Final = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+"""Fields whose default a model may set in generation_config.json."""
 
 
 class RequestOutputKind(Enum):
@@ -119,58 +125,53 @@ class SamplingType(IntEnum):
 
 @dataclass
 class SamplingParams:
-    """How to continue a prompt. Units: tokens for counts, natural log for biases and penalties.
+    """How to continue a prompt. Units: tokens for counts, natural log for biases and penalties."""
 
-    `top_k` 0 or -1 keeps all tokens. `max_tokens` None: up to the model's context. `logprobs` and `prompt_logprobs`:
-    number of best tokens to report, -1 for the vocabulary. `logprob_token_ids`: report these instead of the best.
-    `seed` None or -1: the server chooses; with n > 1, answer i samples with seed + i. `truncate_prompt_tokens`: keep
-    the last N prompt tokens, the first with `truncation_side` "right"; -1: the model's context. `stream_interval`:
-    tokens between two outputs, instead of the engine's. `thinking_token_budget`: maximum reasoning tokens, or -1.
-    `skip_clone` promises that the caller will not change the object: `clone` then shares its lists (the engine
-    never needs a clone, because `rules` freezes what it uses).
-    """
-
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    watermarking: bool | None = None
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
+    n: int = 1  # number of outputs per prompt
+    presence_penalty: float = 0.0  # subtracted from the logit of each token that the output contains
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each time that the output contains it
+    repetition_penalty: float = 1.0  # makes tokens of prompt and output less likely above 1, more likely below 1
+    temperature: float = 1.0  # divides the logits; 0: always the most likely token
+    watermarking: bool | None = None  # refused: not in this version
+    top_p: float = 1.0  # sample from the fewest tokens whose probabilities add up to this; 1: from all
+    top_k: int = 0  # sample from this many of the most likely tokens; 0 or -1: from all
+    min_p: float = 0.0  # sample from tokens at least this likely, relative to the most likely one; 0: from all
+    seed: int | None = None  # None or -1: the server chooses; with n > 1, output i samples with seed + i
+    stop: str | list[str] | None = None  # texts that end the output; they are not part of it
+    stop_token_ids: list[int] | None = None  # tokens that end the output
+    ignore_eos: bool = False  # continue after an end-of-sequence token
+    max_tokens: int | None = 16  # maximum length of an output; None: up to the model's context
     min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    prompt_logprob_token_ids: Any = None
-    prompt_logprob_start: int | None = None
-    logprob_token_ids: list[int] | None = None
-    flat_logprobs: bool = False
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    stream_interval: int | None = None
+    """Length before which no end-of-sequence or stop token is generated and no stop text ends the output."""
+    logprobs: int | None = None  # number of best tokens to report for each token of the output; -1: all
+    prompt_logprobs: int | None = None  # number of best tokens to report for each token of the prompt; -1: all
+    prompt_logprob_token_ids: Any = None  # refused: not in this version
+    prompt_logprob_start: int | None = None  # refused: not in this version
+    logprob_token_ids: list[int] | None = None  # report these tokens instead of the best
+    flat_logprobs: bool = False  # refused: not in this version
+    detokenize: bool = True  # False: outputs have token ids only, no text
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    spaces_between_special_tokens: bool = True  # False: no space before a special token, where the tokenizer adds one
+    include_stop_str_in_output: bool = False  # the text that ended the output is part of it
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # what each output of a stream contains
+    stream_interval: int | None = None  # tokens between two outputs; None: --stream-interval
     skip_clone: bool = False
-    output_text_buffer_length: int = 0
-    structured_outputs: StructuredOutputsParams | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    extra_args: dict[str, Any] | None = None
-    bad_words: list[str] | None = None
-    skip_reading_prefix_cache: bool | None = None
-    thinking_token_budget: int | None = None
-    repetition_detection: RepetitionDetectionParams | None = None
-    routed_experts_prompt_start: int = 0
-    trace_decode_token_ids: list[int] | None = None
+    """The caller will not change the object, so that `clone` may share its lists. The engine needs no clone."""
+    output_text_buffer_length: int = 0  # refused: not in this version
+    structured_outputs: StructuredOutputsParams | None = None  # the constraint that the output conforms to
+    logit_bias: dict[int, float] | None = None  # token id -> number that is added to its logit
+    allowed_token_ids: list[int] | None = None  # generate only these tokens
+    extra_args: dict[str, Any] | None = None  # arguments of logits processors
+    bad_words: list[str] | None = None  # texts that are not generated
+    skip_reading_prefix_cache: bool | None = None  # compute the whole prompt, even if prefixes are cached
+    thinking_token_budget: int | None = None  # maximum number of reasoning tokens; -1: no limit
+    repetition_detection: RepetitionDetectionParams | None = None  # ends an output that repeats itself
+    routed_experts_prompt_start: int = 0  # refused: not in this version
+    trace_decode_token_ids: list[int] | None = None  # refused: not in this version
     truncate_prompt_tokens: int | None = field(default=None, kw_only=True)
+    """Keep this many tokens of a longer prompt; -1: as many as the context holds."""
     truncation_side: str | None = field(default=None, kw_only=True)
+    """Which end of a longer prompt is cut off: "left", its beginning, or "right"; None: its beginning."""
 
     def __post_init__(self) -> None:
         if self.stop is None:
@@ -231,10 +232,10 @@ class SamplingParams:
         `logit_bias` may have its ids as strings, as in JSON. `others`: fields that vLLM's method lacks.
         """
         values = {**{name: value for name, value in locals().items() if name not in ("cls", "others")}, **others}
-        given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
-        if isinstance(bias := given.get("logit_bias"), dict):
-            given["logit_bias"] = {_id_of(key): value for key, value in bias.items()}
-        return cls(**given)
+        set_values = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+        if isinstance(bias := set_values.get("logit_bias"), dict):
+            set_values["logit_bias"] = {_id_of(key): value for key, value in bias.items()}
+        return cls(**set_values)
 
     def clone(self) -> SamplingParams:
         """Return a deep copy; with `skip_clone`, a shallow one."""
@@ -281,7 +282,7 @@ class SamplingParams:
                 raise RequestError(name, f"{name} is not supported by this version of pagoda; leave it unset")
         for name, check in _CHECKS.items():
             value = getattr(self, name)
-            if value is not _DEFAULTS[name]:  # most are
+            if value is not _DEFAULTS[name]:  # Most values are the defaults.
                 check(name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
@@ -380,19 +381,8 @@ def _optional(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def _row(name: str) -> Bound:
-    """Return the bounds of a field, which has some."""
-    bound = bound_of("SamplingParams", name)
-    assert bound is not None, name
-    return bound
-
-
 def _int(name: str) -> Check:
-    bound = _row(name)
-    assert bound.low is not None
-    assert bound.high is not None
-    low = int(bound.low)
-    high = int(bound.high)
+    low, high = map(int, sampling_bound(name).numbers)
 
     def check(name: str, value: object) -> None:
         if not isinstance(value, int) or isinstance(value, bool):
@@ -404,17 +394,14 @@ def _int(name: str) -> Check:
 
 
 def _number(name: str) -> Check:
-    bound = _row(name)
-    low = bound.low
-    high = bound.high
+    bound = sampling_bound(name)
+    low, high = bound.numbers
     above = bound.above
-    assert low is not None
-    assert high is not None
 
     def check(name: str, value: object) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise RequestError(name, f"{name} must be a number, not {_shown(value)}")
-        if not low <= value <= high or (above and value == low):  # NaN fails the first comparison
+        if not low <= value <= high or (above and value == low):  # NaN fails the first comparison.
             bounds = f"above {low} and at most {high}" if above else f"between {low} and {high}"
             raise RequestError(name, f"{name} must be {bounds}, not {_shown(value)}")
 
@@ -444,11 +431,9 @@ def _entries(name: str, value: object, kind: str, maximum: int) -> Sequence[Any]
 
 
 def _words(name: str) -> Check:
-    bound = _row(name)
-    maximum = bound.entries
-    characters = bound.characters
-    assert maximum is not None
-    assert characters is not None
+    bound = sampling_bound(name)
+    maximum = bound.most_entries
+    characters = bound.most_characters
 
     def check(name: str, value: object) -> None:
         for word in _entries(name, [value] if isinstance(value, str) else value, "strings", maximum):
@@ -461,8 +446,7 @@ def _words(name: str) -> Check:
 
 
 def _ids(name: str, *, may_be_empty: bool) -> Check:
-    maximum = _row(name).entries
-    assert maximum is not None
+    maximum = sampling_bound(name).most_entries
 
     def check(name: str, value: object) -> None:
         tokens = _entries(name, value, "token ids", maximum)
@@ -477,8 +461,8 @@ def _ids(name: str, *, may_be_empty: bool) -> Check:
 def _bias(name: str, value: object) -> None:
     if not isinstance(value, dict):
         raise RequestError(name, f"{name} must map token ids to numbers, not {_shown(value)}")
-    maximum = _row("logit_bias").entries
-    if maximum is not None and len(value) > maximum:
+    maximum = sampling_bound("logit_bias").most_entries
+    if len(value) > maximum:
         raise RequestError(name, f"{name} has {len(value)} entries; at most {maximum} are allowed")
     wrong = [token for token in value if not isinstance(token, int)]
     if wrong:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, Unpack, overload
 
 from pagoda.common.config.engine import EngineConfig
@@ -75,13 +75,11 @@ from pagoda.server.processing.workers.grammar_check import MAX_WAITING, GrammarC
 from pagoda.server.processing.workers.waiting_lines import TextThreads
 from pagoda.server.processing.workers.worker import TemplateRenderer
 from pagoda.server.settings.flags import EngineArgs
-from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.vllm.config_views import ModelView, VllmConfigView
-from pagoda.server.vllm.missing_methods import ExplainsMissingMethods
+from pagoda.server.vllm.engine_views import EngineViews
 from pagoda.server.vllm.request_types import LoRARequest, RequestOptions, shows_options
 from pagoda.server.vllm.script_helpers import UsageContext
-from pagoda.server.vllm.tokenizer_view import HfTokenizer
 
 if TYPE_CHECKING:
     from pagoda.common.observe.tracing import Tracer
@@ -117,7 +115,7 @@ class MetricsRecorder(Protocol):
         ...
 
 
-class AsyncLLM(ExplainsMissingMethods):
+class AsyncLLM(EngineViews):
     """An engine for many concurrent requests, in one event loop.
 
     The engine starts at once, in its own process, or with `in_process` in a thread. With `wait` the constructor returns
@@ -297,41 +295,6 @@ class AsyncLLM(ExplainsMissingMethods):
         """Renders chat templates."""
         return self._ready().inputs.processor.templates
 
-    @property
-    def text(self) -> Tokenizer:
-        """The model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
-        tokenizer = self._ready().tokenizer
-        if tokenizer is None:
-            raise ConfigError("--skip-tokenizer-init", "the tokenizer is switched off; drop this flag")
-        return tokenizer
-
-    def get_tokenizer(self) -> HfTokenizer:
-        """Return the model's tokenizer, with Hugging Face's interface; it may be awaited.
-
-        Raises ConfigError with skip_tokenizer_init.
-        """
-        return self._hf_tokenizer
-
-    @cached_property
-    def _hf_tokenizer(self) -> HfTokenizer:
-        return HfTokenizer(self.text, str(self.config.model.model), self.max_model_len)
-
-    @property
-    def tokenizer(self) -> HfTokenizer | None:
-        """The model's tokenizer, with Hugging Face's interface; None with skip_tokenizer_init."""
-        return None if self._ready().tokenizer is None else self._hf_tokenizer
-
-    @cached_property
-    def vllm_config(self) -> VllmConfigView:
-        """The configuration with vLLM's attributes: what the engine resolved, else what was set."""
-        return VllmConfigView(self.config, self.info, lambda: read_hf_config(self.config))
-
-    @property
-    def model_config(self) -> ModelView:
-        """The model's part of `vllm_config`."""
-        view: ModelView = self.vllm_config.model_config
-        return view
-
     async def get_model_config(self) -> ModelView:
         """Return `model_config`."""
         return self.model_config
@@ -342,11 +305,7 @@ class AsyncLLM(ExplainsMissingMethods):
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         """Return "generate", or the tasks of a pooling model."""
-        return ("generate",) if self.info.pooling is None else tuple(self.info.pooling.tasks)
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return SamplingParams with what generation_config.json sets."""
-        return SamplingParams.from_optional(**{"max_tokens": SamplingParams.max_tokens} | self.info.sampling_defaults)
+        return self.tasks
 
     @shows_options(RequestOptions, priority=0)
     async def generate(
@@ -480,7 +439,7 @@ class AsyncLLM(ExplainsMissingMethods):
         try:
             with self._admission.counting():
                 await warm.inputs.check_grammar(prepared, origin.owner, self._admission.limits)
-            await self._gate.passed()  # preparing takes time: check again
+            await self._gate.passed()  # Preparing takes time, so it is checked again.
             self._admission.check(Load())
             stream = warm.requests.add(prepared)
         except BaseException:
@@ -629,7 +588,6 @@ class AsyncLLM(ExplainsMissingMethods):
         """
         adapters = self.adapters
         adapter = adapters.reload(lora_request) if lora_request.load_inplace else adapters.adapter(lora_request)
-        assert adapter is not None
         await self.load_adapter(adapter)
         return adapters.add(adapter)
 
@@ -837,7 +795,7 @@ class WarmEngine:
     """What an AsyncLLM needs for requests once the engine is warm."""
 
     info: EngineInfo
-    tokenizer: Tokenizer | None  # None with skip_tokenizer_init
+    tokenizer: Tokenizer | None  # None with skip_tokenizer_init.
     inputs: AsyncInputs
     requests: AsyncRequests
 
@@ -876,7 +834,7 @@ class AsyncInputs:
         self.processor = processor
         self._grammars = grammars
         self._threads = threads
-        self._turn = asyncio.Semaphore(1)  # several threads of Python code slow down the event loop by their number
+        self._turn = asyncio.Semaphore(1)  # Several threads of Python code slow down the event loop by their number.
 
     async def prepare(
         self,
@@ -902,8 +860,8 @@ class AsyncInputs:
             adapter=adapter,
             origin=origin,
         )
-        given = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
-        length = len(given) if isinstance(given, str | list) else 0
+        content = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
+        length = len(content) if isinstance(content, str | list) else 0
         if isinstance(params, SamplingParams) and params.bad_words:
             length += sum(len(word) + WORD_COST for word in params.bad_words)
         embedded = isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None

@@ -29,13 +29,7 @@ from pagoda.server.outputs import (
     ScoringRequestOutput,
     with_tensor,
 )
-from pagoda.server.processing.beams import (
-    BeamSearchOutput,
-    check_engine,
-    check_prompts,
-    search_beams,
-    step_params,
-)
+from pagoda.server.processing.beams import BeamSearchOutput, check_engine, check_prompts, search_beams, step_params
 from pagoda.server.processing.inputs import (
     InputProcessor,
     PairTemplate,
@@ -126,13 +120,13 @@ class LLM(ExplainsMissingMethods):
         spec_tokens: int | None = None,
         **kwargs: Any,
     ) -> None:
-        named = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
-        template = named.pop("chat_template")
-        for name in sorted(named.keys() & FLAGS_WITHOUT_SETTING.keys()):
-            if named.pop(name):
+        keywords = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
+        template = keywords.pop("chat_template")
+        for name in sorted(keywords.keys() & FLAGS_WITHOUT_SETTING.keys()):
+            if keywords.pop(name):
                 raise ConfigError(name, f"is not supported: {FLAGS_WITHOUT_SETTING[name]}")
-        given = {name: value for name, value in named.items() if value is not None} | kwargs
-        self._start(LLMEngine(EngineArgs(**given).create_engine_config()), template)
+        settings = {name: value for name, value in keywords.items() if value is not None} | kwargs
+        self._start(LLMEngine(EngineArgs(**settings).create_engine_config()), template)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -300,7 +294,7 @@ class LLM(ExplainsMissingMethods):
         conversations: Sequence[Any] = [messages] if single else messages
         return [
             self._render(
-                each,
+                conversation,
                 template=self._chat_template if chat_template is None else chat_template,
                 content_format=chat_template_content_format,
                 add_generation_prompt=add_generation_prompt,
@@ -309,7 +303,7 @@ class LLM(ExplainsMissingMethods):
                 must_show_tools=True,
                 **(chat_template_kwargs or {}),
             )
-            for each in conversations
+            for conversation in conversations
         ]
 
     def beam_search(
@@ -352,7 +346,7 @@ class LLM(ExplainsMissingMethods):
         **options: Unpack[PoolingCallOptions],
     ) -> list[RawPoolingOutput]:
         """Return the vectors of each prompt. `pooling_task`: one of the model's tasks; None: its default."""
-        return [with_tensor(each) for each in self._encode(prompts, pooling_params, pooling_task, **options)]
+        return [with_tensor(output) for output in self._encode(prompts, pooling_params, pooling_task, **options)]
 
     @shows_options(PoolingCallOptions, use_tqdm=True)
     def embed(
@@ -360,7 +354,7 @@ class LLM(ExplainsMissingMethods):
     ) -> list[EmbeddingRequestOutput]:
         """Return an embedding of each prompt."""
         outputs = self._encode(prompts, pooling_params, "embed", **options)
-        return [EmbeddingRequestOutput.from_base(each) for each in outputs]
+        return [EmbeddingRequestOutput.from_base(output) for output in outputs]
 
     @shows_options(PoolingCallOptions, use_tqdm=True)
     def classify(
@@ -368,7 +362,7 @@ class LLM(ExplainsMissingMethods):
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of the labels, for each prompt."""
         outputs = self._encode(prompts, pooling_params, "classify", **options)
-        return [ClassificationRequestOutput.from_base(each) for each in outputs]
+        return [ClassificationRequestOutput.from_base(output) for output in outputs]
 
     @shows_options(PoolingCallOptions, use_tqdm=True)
     def reward(
@@ -377,7 +371,7 @@ class LLM(ExplainsMissingMethods):
         """Return a reward model's scores per token, or per prompt if the model has no token scores."""
         tasks = self._pooling_inputs(options.get("lora_request")).pooling.tasks
         task = "token_classify" if "token_classify" in tasks else "classify"
-        return [with_tensor(each) for each in self._encode(prompts, pooling_params, task, **options)]
+        return [with_tensor(output) for output in self._encode(prompts, pooling_params, task, **options)]
 
     def score(
         self,
@@ -517,16 +511,16 @@ class LLM(ExplainsMissingMethods):
         """Return requests that are checked but not queued. The options are those of BatchOptions."""
         check_extras(mm_processor_kwargs=mm_processor_kwargs)
         listed = _listed(prompts)
-        given = _paired("lora_request", lora_request, len(listed))
-        adapters = [self.llm_engine.adapters.adapter(each) for each in given]
+        requests = _paired("lora_request", lora_request, len(listed))
+        adapters = [self.llm_engine.adapters.adapter(request) for request in requests]
         params = _paired("sampling_params", sampling_params or self.get_default_sampling_params(), len(listed))
         priorities = _paired("priority", 0 if priority is None else priority, len(listed))
         if any(priorities) and self.llm_engine.config.scheduler.policy != "priority":
             raise RequestError("priority", "priority needs scheduling_policy='priority'")
         text = text_options(tokenization_kwargs)
         return [
-            replace(self._prepare(prompt, own, rank, text, adapter), lora_request=request)
-            for prompt, own, rank, adapter, request in zip(listed, params, priorities, adapters, given)
+            replace(self._prepare(prompt, prompt_params, rank, text, adapter), lora_request=request)
+            for prompt, prompt_params, rank, adapter, request in zip(listed, params, priorities, adapters, requests)
         ]
 
     def _render(self, messages: Sequence[Message], **options: Any) -> TokensPrompt:
@@ -560,7 +554,7 @@ class LLM(ExplainsMissingMethods):
         inputs = self._pooling_inputs(lora_request)
         listed = _listed(prompts)
         params = _paired("pooling_params", pooling_params or PoolingParams(), len(listed))
-        tasked = [_with_task(each, task) for each in params]
+        tasked = [_with_task(prompt_params, task) for prompt_params in params]
         return self._pool([inputs.parse(prompt, options) for prompt in listed], tasked, use_tqdm)
 
     def _pooling_inputs(self, lora_request: object) -> InputProcessor:
@@ -573,7 +567,8 @@ class LLM(ExplainsMissingMethods):
         self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], use_tqdm: Bar
     ) -> list[RawPoolingOutput]:
         inputs = self.llm_engine.inputs
-        return self._run([inputs.prepare(self._new_id(), *each) for each in zip(prompts, params)], use_tqdm)
+        requests = zip(prompts, params)
+        return self._run([inputs.prepare(self._new_id(), prompt, options) for prompt, options in requests], use_tqdm)
 
     def _new_id(self) -> str:
         self._next_id += 1
@@ -592,7 +587,7 @@ class OfflineRun:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._running: dict[str, int] = {}  # request id -> sequences
+        self._running: dict[str, int] = {}  # Request id -> number of sequences.
         self._outputs: dict[str, Output] = {}
 
     @property
@@ -618,10 +613,10 @@ class OfflineRun:
     def collect(self, request_ids: Sequence[str], use_tqdm: bool | Callable[..., Any]) -> list[Output]:
         """Step the engine until these requests have finished and return their outputs. Ctrl-C ends all requests."""
         engine = self._engine
-        missing = {each for each in request_ids if each in self._running}
+        missing = {request_id for request_id in request_ids if request_id in self._running}
         try:
             with (
-                GenerationBar(sum(self._running[each] for each in missing), use_tqdm) as bar,
+                GenerationBar(sum(self._running[request_id] for request_id in missing), use_tqdm) as bar,
                 InterruptBetweenSteps() as interrupt,
             ):
                 while missing and engine.has_unfinished_requests():
@@ -634,7 +629,7 @@ class OfflineRun:
             engine.abort_all()
             self._running.clear()
             raise
-        return [self._outputs.pop(each) for each in request_ids]
+        return [self._outputs.pop(request_id) for request_id in request_ids]
 
     def _taken(self, outputs: Iterable[Output]) -> Iterable[Output]:
         for output in outputs:
@@ -665,7 +660,9 @@ class InterruptBetweenSteps:
             self._previous = signal.signal(signal.SIGINT, self._defer)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._restore()
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
@@ -705,7 +702,9 @@ class GenerationBar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.close()
 

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -41,14 +40,12 @@ from pagoda.server.processing.inputs import (
 )
 from pagoda.server.processing.output_processor import OutputProcessor, clear_events
 from pagoda.server.settings.flags import EngineArgs
-from pagoda.server.settings.resolve import read_hf_config
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import BuiltEngine, build_engine
-from pagoda.server.vllm.config_views import ModelView, VllmConfigView
-from pagoda.server.vllm.missing_methods import ExplainsMissingMethods
+from pagoda.server.vllm.config_views import VllmConfigView
+from pagoda.server.vllm.engine_views import EngineViews
 from pagoda.server.vllm.request_types import LoRARequest
 from pagoda.server.vllm.script_helpers import UsageContext
-from pagoda.server.vllm.tokenizer_view import HfTokenizer
 
 if TYPE_CHECKING:
     from pagoda.common.observe.metrics import Metrics
@@ -58,11 +55,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class LLMEngine(ExplainsMissingMethods):
+class LLMEngine(EngineViews):
     """Add requests, then call step() until has_unfinished_requests() is False.
 
-    Raises ConfigError, ModelError or WeightError if the engine cannot start. No effect have `executor_class` (the
-    backend decides), `usage_context`, `mm_registry` and `multiprocess_mode`; `stat_loggers` are refused. `log_stats`
+    Raises ConfigError, ModelError or WeightError if the engine cannot start. `executor_class` (the backend decides),
+    `usage_context`, `mm_registry` and `multiprocess_mode` have no effect; `stat_loggers` are refused. `log_stats`
     False: collect no metrics. `build` builds the engine and `open_text` opens the tokenizer, for tests.
     """
 
@@ -92,10 +89,9 @@ class LLMEngine(ExplainsMissingMethods):
             opening = executor.submit(open_text, config)
             self._built = build(config, usage)
             tokenizer = opening.result()
-        self.info: EngineInfo = self._built.info
         if tokenizer is not None:
             tokenizer = tokenizer.with_vocab(self.info.vocab_size).with_context(max_prompt_tokens(self.info))
-        if self._built.hosts is not None:  # a script need not call shutdown: the other hosts end with it
+        if self._built.hosts is not None:  # A script need not call shutdown: the other hosts end with it.
             atexit.register(weakref.finalize(self, self._built.backend.close))
         self._text = tokenizer
         self._core = self._built.core
@@ -136,48 +132,18 @@ class LLMEngine(ExplainsMissingMethods):
         return self._core.stats
 
     @property
-    def text(self) -> Tokenizer:
-        """The model's tokenizer. Raises ConfigError with skip_tokenizer_init."""
-        if self._text is None:
-            raise ConfigError("--skip-tokenizer-init", "the tokenizer is switched off; drop this flag")
-        return self._text
+    def info(self) -> EngineInfo:
+        """Limits, names, vocabulary and start-up times."""
+        return self._built.info
 
     @property
     def text_or_none(self) -> Tokenizer | None:
         """The model's tokenizer; None with skip_tokenizer_init."""
         return self._text
 
-    @property
-    def tokenizer(self) -> HfTokenizer | None:
-        """The model's tokenizer, with Hugging Face's interface; None with skip_tokenizer_init."""
-        return None if self._text is None else self._hf_tokenizer
-
-    @cached_property
-    def vllm_config(self) -> VllmConfigView:
-        """The configuration with vLLM's attributes: what the engine resolved, else what was set."""
-        return VllmConfigView(self.config, self.info, lambda: read_hf_config(self.config))
-
-    @property
-    def model_config(self) -> ModelView:
-        """The model's part of `vllm_config`."""
-        view: ModelView = self.vllm_config.model_config
-        return view
-
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Return "generate", or the tasks of a pooling model."""
-        return ("generate",) if self.info.pooling is None else tuple(self.info.pooling.tasks)
-
-    def get_tokenizer(self) -> HfTokenizer:
-        """Return the model's tokenizer, with Hugging Face's interface. Raises ConfigError with skip_tokenizer_init."""
-        return self._hf_tokenizer
-
-    @cached_property
-    def _hf_tokenizer(self) -> HfTokenizer:
-        return HfTokenizer(self.text, str(self.config.model.model), self.info.limits.max_model_len)
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return SamplingParams with what generation_config.json sets."""
-        return SamplingParams.from_optional(**{"max_tokens": SamplingParams.max_tokens} | self.info.sampling_defaults)
+        return self.tasks
 
     def add_request(
         self,
@@ -370,7 +336,6 @@ class LLMEngine(ExplainsMissingMethods):
         """
         adapters = self.adapters
         adapter = adapters.reload(lora_request) if lora_request.load_inplace else adapters.adapter(lora_request)
-        assert adapter is not None
         self._core.load_adapter_now(adapter)
         return adapters.add(adapter)
 
@@ -451,7 +416,7 @@ def log_engine_stats(now: EngineStats) -> None:
 
 
 def _metrics_of(info: EngineInfo, config: EngineConfig) -> Metrics:
-    from pagoda.common.observe.metrics import Metrics  # prometheus_client is not needed to generate
+    from pagoda.common.observe.metrics import Metrics  # Generating does not need prometheus_client.
 
     return Metrics(info.names[0], config.parallel.data_parallel_size, config.lora.slots)
 

@@ -19,9 +19,9 @@ from pagoda.common.errors import RequestError
 class Logprob:
     """One candidate token at one position."""
 
-    logprob: float  # natural log
-    rank: int | None = None  # 1 is the best
-    decoded_token: str | None = None  # what it adds to the text: "" until a character of several tokens is whole
+    logprob: float  # Natural logarithm of the probability.
+    rank: int | None = None  # Rank among all tokens; 1 is the best.
+    decoded_token: str | None = None  # What it adds to the text: "" until a character of several tokens is complete.
 
 
 LogprobsOnePosition = dict[int, Logprob]
@@ -44,34 +44,34 @@ class AnswerMetrics:
     num_cached_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
-    is_complete: bool = False  # it finished and was not aborted
-    replica: int = 0  # the data-parallel replica that ran it
+    is_complete: bool = False  # It finished and was not aborted.
+    replica: int = 0  # The data-parallel replica that ran it.
 
 
 @dataclass(slots=True)
 class RequestMetrics:
     """Timings of a request; `*_ts` are monotonic seconds."""
 
-    arrival_time: float = 0.0  # Unix seconds
+    arrival_time: float = 0.0  # Unix seconds.
     arrival_ts: float = 0.0
-    queued_ts: float = 0.0  # when its prompt was tokenised and sent to the engine
-    first_token_ts: float = 0.0  # when the first token of any completion was received
+    queued_ts: float = 0.0  # Time at which its prompt was tokenised and sent to the engine.
+    first_token_ts: float = 0.0  # Time at which the first token of any completion was received.
     answers: list[AnswerMetrics] = field(default_factory=list)
 
     @property
     def scheduled_ts(self) -> float:
         """When the first of the completions was scheduled."""
-        return min((each.scheduled_ts for each in self.answers if each.scheduled_ts), default=0.0)
+        return min((answer.scheduled_ts for answer in self.answers if answer.scheduled_ts), default=0.0)
 
     @property
     def last_token_ts(self) -> float:
         """When the latest token of any completion was received."""
-        return max((each.last_token_ts for each in self.answers), default=0.0)
+        return max((answer.last_token_ts for answer in self.answers), default=0.0)
 
     @property
     def num_generation_tokens(self) -> int:
         """Generated tokens of all completions."""
-        return sum(each.num_generation_tokens for each in self.answers)
+        return sum(answer.num_generation_tokens for answer in self.answers)
 
     @property
     def first_token_latency(self) -> float:
@@ -88,9 +88,9 @@ class CompletionOutput(msgspec.Struct):
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: SampleLogprobs | None = None
-    finish_reason: str | None = None  # "stop", "length", "abort", "repetition", or None while it runs
-    stop_reason: int | str | None = None  # stop string or token id that ended it; None for EOS, length and abort
-    lora_request: AdapterRequest | None = None  # the caller's
+    finish_reason: str | None = None  # One of "stop", "length", "abort" and "repetition", or None while it runs.
+    stop_reason: int | str | None = None  # Stop string or token id that ended it; None for EOS, length and abort.
+    lora_request: AdapterRequest | None = None  # The caller's LoRA request.
 
     def finished(self) -> bool:
         """Return True once there is a finish reason."""
@@ -119,7 +119,7 @@ class RequestOutput(msgspec.Struct):
     outputs: list[CompletionOutput] = []
     finished: bool = False
     metrics: RequestMetrics | None = None
-    lora_request: AdapterRequest | None = None  # the caller's
+    lora_request: AdapterRequest | None = None  # The caller's LoRA request.
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int | None = None
@@ -132,10 +132,10 @@ class RequestOutput(msgspec.Struct):
         if later.num_cached_tokens is not None:
             self.num_cached_tokens = later.num_cached_tokens
         for output in later.outputs:
-            for position, known in enumerate(self.outputs):
-                if known.index == output.index:
+            for position, completion in enumerate(self.outputs):
+                if completion.index == output.index:
                     if aggregate:
-                        known._extend(output)
+                        completion._extend(output)
                     else:
                         self.outputs[position] = output
                     break
@@ -151,7 +151,7 @@ OutputT = TypeVar("OutputT")
 class PoolingOutput:
     """The vectors of a prompt: an array, or what `encode` and `reward` return if torch is installed, a tensor."""
 
-    data: Any  # float32 [n], or [T, n] with a row per token
+    data: Any  # Numbers float32 [n], or [T, n] with a row per token.
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PoolingOutput) and np.array_equal(self.data, other.data)

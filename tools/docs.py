@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
@@ -28,7 +29,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import pagoda
-from pagoda.backends.registry import load_scheme_support
+from pagoda.backends.registry import load_schemes
 from pagoda.common.config.backend_support import BACKENDS, by_backend, status_on, variable_status_on
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.env import VARIABLES, EnvVar
@@ -39,9 +40,10 @@ from pagoda.common.models.registry import ARCHITECTURES
 from pagoda.common.models.towers import TEXT_TOWERS
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.request_bounds import BOUNDS
+from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.weights.quantization.on_the_fly import METHODS, scheme_of
-from pagoda.common.weights.quantization.support import SCHEMES, SchemeSupport
-from pagoda.common.weights.quantization.tensors import Codes4, Float8, Int4, Int8, Mxfp4, Scheme
+from pagoda.common.weights.quantization.schemes import SCHEME_ROWS, Codes4, Float8, Int4, Int8, Mxfp4, Scheme
+from pagoda.common.weights.quantization.support import SchemeSupport
 from pagoda.server import api
 from pagoda.server.api.app import BODIES, bodies_of
 from pagoda.server.http.body import RequestBody, is_hint, is_unsupported
@@ -207,9 +209,9 @@ def _commands_with(group: str, known: Mapping[str, Setting]) -> str:
 def _group_descriptions() -> dict[str, str]:
     """Return the description under each group title in the help."""
     descriptions: dict[str, str] = {}
-    for name, command in interface.commands():
+    for name, parser in interface.parsers().items():
         if name in COMMAND_SETTINGS:
-            for group in interface.parser_of(command)._action_groups:
+            for group in parser._action_groups:
                 descriptions.setdefault(str(group.title), " ".join((group.description or "").split()))
     return descriptions
 
@@ -321,7 +323,7 @@ def _models() -> str:
 
 def _quantization() -> str:
     backends = model_support.BACKENDS
-    columns = {backend: load_scheme_support(backend) for backend in backends}
+    columns = {backend: load_schemes(backend).scheme_support for backend in backends}
     text = (
         f"{_WRITTEN}# Quantised weights\n\nWhat each backend does with matrices of a scheme, from any source: a "
         "quantised checkpoint, a GGUF file, or `--quantization` while loading. *Computes*: its kernels read the "
@@ -337,7 +339,7 @@ def _quantization() -> str:
                 f"{round(scheme.bits_per_weight, 2):g}",
                 *(_support_cell(columns[backend](scheme, experts)) for backend in backends),
             )
-            for name, scheme in SCHEMES.items()
+            for name, scheme in SCHEME_ROWS.items()
         )
         text += f"\n## {title}\n\n" + _table(("scheme", "bits", *(f"`{backend}`" for backend in backends)), rows)
     return text + "\n## `--quantization` of dense models\n\n" + _table(("value", "scheme"), _method_rows())
@@ -362,7 +364,7 @@ def _scheme_words(scheme: Scheme) -> str:
     group = scheme.group if isinstance(scheme.group, str) else " x ".join(map(str, scheme.group)) + " numbers"
     if scheme.group == Mxfp4.group and isinstance(scheme, Float8 | Mxfp4):
         group += ", a power of two"
-    activations = getattr(scheme, "activations", None)
+    activations = scheme.activations
     if activations is None:
         return f"{name}, a scale per {group}; weight-only"
     rounded = "token" if activations.group == "row" else f"{activations.group} inputs of a token"
@@ -407,15 +409,24 @@ def _field_tables(body: type[RequestBody], left_out: Collection[str]) -> str:
     fields = [(name, field) for name, field in body.model_fields.items() if name not in left_out]
     honoured, without = _split(fields, lambda item: not is_unsupported(item[1]) and not is_hint(item[1]))
     types = body.model_json_schema()["properties"]
+    sampling = _sampling_fields() if issubclass(body, SamplingFields) else {}
     works = _table(
         ("field", "type", "default", "description"),
         (
-            (f"`{name}`", _json_type(types[name]), _default_of(field), field.description or "")
+            (f"`{name}`", _json_type(types[name]), _default_of(field), field.description or sampling.get(name, ""))
             for name, field in honoured
         ),
     )
     absent = _table(("field", "status", "reason"), (_row_without_effect(name, field) for name, field in without))
     return works + _folded("Fields without effect, or refused", absent, len(without))
+
+
+@cache
+def _sampling_fields() -> Mapping[str, str]:
+    """Return what SamplingParams says of the fields that requests have under its names."""
+    about = {name.strip("`"): comment for name, _, _, comment in _fields(SamplingParams) if comment}
+    shared = about.keys() & SamplingFields.model_fields.keys()
+    return {name: f"{about[name][0].upper()}{about[name][1:].rstrip('.')}." for name in shared}
 
 
 def _default_of(field: FieldInfo) -> str:
@@ -441,12 +452,10 @@ def _route_rows() -> list[tuple[str, str]]:
 
 def _routes() -> Iterator[APIRoute]:
     """Yield the routes of all APIs, including those that need a flag."""
-    for package in ("openai", "openai.responses", "anthropic", "cohere", "pooling", "admin"):
-        folder = Path(api.__file__).parent.joinpath(*package.split("."))
-        for module in pkgutil.iter_modules([str(folder)]):
-            for value in vars(import_module(f"{api.__name__}.{package}.{module.name}")).values():
-                if isinstance(value, APIRouter):
-                    yield from (route for route in value.routes if isinstance(route, APIRoute))
+    for module in pkgutil.walk_packages(api.__path__, f"{api.__name__}."):
+        for value in vars(import_module(module.name)).values():
+            if isinstance(value, APIRouter):
+                yield from (route for route in value.routes if isinstance(route, APIRoute))
 
 
 def _json_type(schema: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from pagoda import server
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.env import VARIABLES
 from pagoda.common.config.settings import Setting
-from pagoda.server.cli.main import COMMANDS, MODULES, Command
+from pagoda.server.cli.main import COMMANDS, MODULES, Command, parser_of
 from pagoda.server.http.body import RequestBody
 from pagoda.server.settings.flags import FlagParser
 
@@ -42,17 +42,10 @@ def commands(table: Mapping[str, Command] = COMMANDS, prefix: str = "") -> Itera
         yield from commands(command.commands or {}, f"{prefix}{name} ")
 
 
-def parser_of(command: Command) -> FlagParser:
-    """Return the argument parser of a command that has a module."""
-    parser = FlagParser(prog="pagoda")
-    import_module(command.module).add_arguments(parser)
-    return parser
-
-
 @cache
 def parsers() -> Mapping[str, FlagParser]:
     """Return command -> its argument parser, for all that have a module. Do not change them."""
-    return {name: parser_of(command) for name, command in commands() if command.module}
+    return {name: parser_of(name, command) for name, command in commands() if command.module}
 
 
 def groups() -> dict[str, dict[str, Setting]]:

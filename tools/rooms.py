@@ -24,6 +24,7 @@ MIXER_ROOMS: Final = (
     "common/models/families/",
     "backends/reference/model/mixers/",
     "backends/reference/model/naive/",
+    "backends/torch_decoder/mixers/",
     "backends/torch_cuda/model/mixers/",
     "backends/jax_tpu/model/mixers/",
     "backends/torch_cuda/attention_backends/",
@@ -31,6 +32,8 @@ MIXER_ROOMS: Final = (
     "kernels_pallas/",
 )
 """Where a mixer's class may be named: specification, families, a room per backend, the definition, its kernels."""
+
+KERNELS: Final = ("backends/torch_cuda/kernels/", "kernels_pallas/")
 
 SCHEMES: Final = ("Float8", "Int8", "Int4", "Mxfp4", "Nvfp4", "Codes4", "Blocks")
 """The members of `Scheme`."""
@@ -92,13 +95,22 @@ def outside_rooms(tree: Tree, files: Mapping[str, set[str]]) -> dict[str, list[s
 
 
 def request_fields() -> list[str]:
-    """Return the fields of a chat request that pagoda honours and whose names are no common words."""
+    """Return the fields of a chat request that pagoda honours, and those of SamplingParams; no common words."""
+    from dataclasses import fields as dataclass_fields
+
+    from pagoda.common.sampling_params import NOT_YET, SamplingParams
     from pagoda.server.api.openai.chat import ChatCompletionRequest
     from pagoda.server.http.body import is_hint, is_unsupported
 
     fields = ChatCompletionRequest.model_fields
     honoured = [name for name, field in fields.items() if not is_hint(field) and not is_unsupported(field)]
-    return [name for name in honoured if "_" in name]
+    honoured += [field.name for field in dataclass_fields(SamplingParams) if field.name not in NOT_YET]
+    return sorted({name for name in honoured if "_" in name})
+
+
+def files_of_field(name: str, files: Mapping[str, set[str]]) -> list[str]:
+    """Return the files that name a request field, apart from kernels, whose arguments are named after the maths."""
+    return [path for path in sorted(files[name]) if not path.startswith(KERNELS)]
 
 
 def metric_names(files: Mapping[str, set[str]]) -> list[str]:
@@ -117,12 +129,14 @@ def main() -> int:
         print(f"{mixer}: {len(files[mixer])} files, {len(paths)} outside its rooms")
         if args.list:
             print(*(f"    {path}" for path in paths), sep="\n")
-    for kind, names in (("scheme", SCHEMES), ("field", request_fields()), ("metric", metric_names(files))):
-        rows = sorted(((len(files[name]), name) for name in names), reverse=True)[:12]
+    fields = request_fields()
+    counted = {**files, **{name: files_of_field(name, files) for name in fields}}
+    for kind, names in (("scheme", SCHEMES), ("field", fields), ("metric", metric_names(files))):
+        rows = sorted(((len(counted[name]), name) for name in names), reverse=True)[:12]
         print(f"{kind}s in most files: {', '.join(f'{name} {count}' for count, name in rows)}")
         if args.list:
             for _, name in rows[:4]:
-                print(f"  {name}: {', '.join(sorted(files[name]))}")
+                print(f"  {name}: {', '.join(sorted(counted[name]))}")
     return 0
 
 

@@ -1,4 +1,9 @@
-"""Hook of MkDocs: links that leave docs/ become the names of the files, which a site without the repository lacks."""
+"""Hook of MkDocs: what the pages of docs/ need to read on a site as they do in the repository.
+
+Links that leave docs/ become the names of the files, which a site without the repository lacks. The comment at the head
+of generated pages goes, since it would hide the page's title from the navigation, and so does the backslash before a
+pipe in code in a table, which MkDocs, unlike GitHub, would show.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,16 @@ from typing import Any, Final
 
 DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
 _LINK: Final = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)\s#]*)(#[^)\s]*)?\)")
+_COMMENT: Final = re.compile(r"\A<!--.*?-->\s*", re.DOTALL)
+_ROW: Final = re.compile(r"^\|.*\|$", re.MULTILINE)
+_CODE: Final = re.compile(r"`[^`]+`")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Return the page with its links out of docs/, and to folders of it, as text."""
+    """Return the page as MkDocs is to read it."""
     folder = Path(page.file.src_uri).parent
-    return _LINK.sub(lambda link: _shown(link, folder), markdown)
+    linked = _LINK.sub(lambda link: _shown(link, folder), _COMMENT.sub("", markdown))
+    return _ROW.sub(lambda row: _CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), linked)
 
 
 def _shown(link: re.Match[str], folder: Path) -> str:

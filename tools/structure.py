@@ -31,7 +31,6 @@ REASONS: Final[Mapping[str, str]] = {
     "backends/torch_cuda/kernels/": "a folder per kernel",
     "backends/torch_cuda/model/mixers/": "a file per kind of mixer",
     "backends/torch_cuda/parallel/ranks.py": "the registry loads it, without torch",
-    "backends/jax_tpu/supported.py": "importable without jax",
     "backends/jax_tpu/model/": "a file per kind of mixer",
     "common/engine/speculative/": "a file per method",
     "kernels_pallas/": "a folder per kernel",

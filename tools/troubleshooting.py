@@ -170,7 +170,7 @@ def page() -> str:
 
 def _entry(kind: type[PagodaError], advice: Advice) -> str:
     status = _status(kind)
-    told = getattr(kind, "told", "")
+    told = getattr(kind, "client_message", "")
     shown = f'{advice.text}; clients read "{told}"' if told else advice.text
     return (
         f"\n### `{kind.__name__}`{f', HTTP {status}' if status else ''}\n\n"

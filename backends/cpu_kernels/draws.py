@@ -27,8 +27,7 @@ from pagoda.backends.cpu_kernels.emission.emit import (
     LANES,
     VECTOR,
     Emitter,
-    lane_numbers,
-    splat_int,
+    constants,
 )
 from pagoda.backends.cpu_kernels.emission.jit import Kernel
 from pagoda.common.engine.sampling.rules import MIX_1, MIX_2, TOKEN_STRIDE
@@ -40,13 +39,14 @@ MOST_BEST: Final = 512
 """Tokens that are kept of a row with filters."""
 
 _BELOW: Final = 3.0
-"""Of the floor, to the logsumexp."""
+"""Distance of the floor below the logsumexp."""
 
 _MARGIN: Final = 1e-4, 4e-6
-"""Of a comparison, absolute and relative to the largest logit, for what float32 and the exponential round."""
+"""How much rounding of float32 and the exponential moves a floor: absolute, and relative to the largest logit."""
 
 _RANGE: Final = 128.0
-"""Of logits over temperature, below the largest: others are never among the best."""
+"""Logits over temperature that are further below the largest are never among the best."""
+
 _BISECTIONS: Final = 12
 
 
@@ -82,7 +82,10 @@ class _Search(ABC):
 
     def __init__(self, width: int, most: int) -> None:
         assert width % LANES == 0, "a row consists of whole vectors"
-        self.e, self.width, self.most = (e := Emitter()), width, most
+        self.e = Emitter()
+        self.width = width
+        self.most = most
+        e = self.e
         self.logits = e.pointer(0, F32)
         self.stride = e.argument(1)
         self.rows = e.pointer(2, I64)
@@ -92,8 +95,10 @@ class _Search(ABC):
         self.floors = e.pointer(6, F32)
         self.vector = e.variable(VECTOR)
         self.count = e.variable(I64)
-        self.start: Any = None  # of the row's logits
+        self.start: Any = None
+        """Where the row's logits begin."""
         self.factor: Any = None
+        """Vector of 1 / temperature of the row."""
 
     def build(self) -> Kernel:
         """Return the kernel."""
@@ -109,17 +114,17 @@ class _Search(ABC):
     def row(self, row: Any) -> None:
         """Emit the search of one row: its candidates to `tokens`, their number to `count`."""
 
-    def scaled(self, at: Any) -> Any:
-        """Return 16 logits over temperature."""
-        return self.e.builder.fmul(self.e.load(self.logits, self.e.add(self.start, at)), self.factor)
+    def scaled(self, token: Any) -> Any:
+        """Return the logits of 16 tokens from `token` on, over temperature."""
+        return self.e.builder.fmul(self.e.load(self.logits, self.e.add(self.start, token)), self.factor)
 
     def largest(self) -> Any:
         """Return the largest logit of the row over temperature."""
         e = self.e
         builder = self.e.builder
         builder.store(e.splat(-math.inf), self.vector)
-        with e.loop(0, self.width, LANES) as at:
-            builder.store(e.maximum(self.scaled(at), builder.load(self.vector)), self.vector)
+        with e.loop(0, self.width, LANES) as token:
+            builder.store(e.maximum(self.scaled(token), builder.load(self.vector)), self.vector)
         return e.largest(builder.load(self.vector))
 
     def logsumexp(self, top: Any) -> Any:
@@ -128,8 +133,8 @@ class _Search(ABC):
         builder = self.e.builder
         tops = e.splat(top)
         builder.store(e.splat(0.0), self.vector)
-        with e.loop(0, self.width, LANES) as at:
-            x = self.scaled(at)
+        with e.loop(0, self.width, LANES) as token:
+            x = self.scaled(token)
             value = builder.select(builder.fcmp_unordered("uno", x, x), x, e.exp(builder.fsub(x, tops)))
             builder.store(builder.fadd(value, builder.load(self.vector)), self.vector)
         return builder.fadd(top, e.call("llvm.log.f32", e.sum(builder.load(self.vector))))
@@ -142,21 +147,21 @@ class _Search(ABC):
         """Store those of 16 tokens that are `inside`, and count them."""
         e = self.e
         builder = self.e.builder
-        found = builder.bitcast(inside, I16)
-        with builder.if_then(builder.icmp_unsigned("!=", found, I16(0)), likely=False):
+        bits = builder.bitcast(inside, I16)
+        with builder.if_then(builder.icmp_unsigned("!=", bits, I16(0)), likely=False):
             count = builder.load(self.count)
             place = e.at(self.tokens, e.add(e.mul(row, room(self.most)), e.least(count, self.most)))
             place = builder.bitcast(place, ids.type.as_pointer())
             e.call("llvm.masked.compressstore.v16i32", ids, place, inside, result=ir.VoidType())
-            builder.store(e.add(count, self.ones(found)), self.count)
+            builder.store(e.add(count, self.ones(bits)), self.count)
 
     def ones(self, bits: Any) -> Any:
         """Return how many bits of an i16 are 1."""
         return self.e.builder.zext(self.e.call("llvm.ctpop.i16", bits), I64)
 
-    def ids(self, at: Any) -> Any:
-        """Return the 16 tokens from `at` on."""
-        return self.e.builder.add(_splat(self.e.builder, self.e.builder.trunc(at, I32)), lane_numbers())
+    def ids(self, token: Any) -> Any:
+        """Return the 16 tokens from `token` on."""
+        return self.e.builder.add(self.e.splat(self.e.builder.trunc(token, I32)), constants(I32, range(LANES)))
 
 
 class _Candidates(_Search):
@@ -171,21 +176,23 @@ class _Candidates(_Search):
         floor = builder.fsub(self.logsumexp(top), F32(_BELOW))
         builder.store(floor, e.at(self.floors, row))
         below = e.splat(builder.fsub(floor, self.margin(top)))
-        key = _splat(builder, builder.load(e.at(self.keys, row)))
+        key = e.splat(builder.load(e.at(self.keys, row)))
         builder.store(I64(0), self.count)
-        with e.loop(0, self.width, LANES) as at:
-            ids = self.ids(at)
-            bits = _mixed(builder, builder.xor(key, builder.mul(ids, splat_int(TOKEN_STRIDE))))
+        with e.loop(0, self.width, LANES) as token:
+            ids = self.ids(token)
+            bits = _mixed(e, builder.xor(key, builder.mul(ids, e.splat(TOKEN_STRIDE))))
             uniform = e.fma(builder.uitofp(bits, VECTOR), e.splat(2.0**-32), e.splat(2.0**-33))
-            exponent = builder.fmul(builder.fsub(self.scaled(at), below), e.splat(math.log2(math.e)))
+            exponent = builder.fmul(builder.fsub(self.scaled(token), below), e.splat(math.log2(math.e)))
             self.keep(row, ids, builder.fcmp_ordered("<=", uniform, e.exp2(exponent)))
 
 
 class _BestTokens(_Search):
     def __init__(self, width: int, most: int) -> None:
         super().__init__(width, most)
-        self.sums, self.wanted = self.e.pointer(7, F32), self.e.pointer(8, I64)
-        self.near, self.far = self.e.variable(F32), self.e.variable(F32)
+        self.sums = self.e.pointer(7, F32)
+        self.wanted = self.e.pointer(8, I64)
+        self.near = self.e.variable(F32)
+        self.far = self.e.variable(F32)
 
     def row(self, row: Any) -> None:
         e = self.e
@@ -197,8 +204,8 @@ class _BestTokens(_Search):
         builder.store(builder.fadd(floor, self.margin(top)), e.at(self.floors, row))
         floor = e.splat(floor)
         builder.store(I64(0), self.count)
-        with e.loop(0, self.width, LANES) as at:
-            self.keep(row, self.ids(at), builder.fcmp_ordered(">=", self.scaled(at), floor))
+        with e.loop(0, self.width, LANES) as token:
+            self.keep(row, self.ids(token), builder.fcmp_ordered(">=", self.scaled(token), floor))
 
     def _bisect(self, top: Any, wanted: Any) -> None:
         """Leave in `far` a distance below the largest logit with `wanted` to 4 * wanted tokens, if there is one."""
@@ -225,20 +232,14 @@ class _BestTokens(_Search):
         builder = self.e.builder
         floor = e.splat(floor)
         builder.store(I64(0), self.count)
-        with e.loop(0, self.width, LANES) as at:
-            found = builder.bitcast(builder.fcmp_ordered(">=", self.scaled(at), floor), I16)
-            builder.store(e.add(builder.load(self.count), self.ones(found)), self.count)
+        with e.loop(0, self.width, LANES) as token:
+            bits = builder.bitcast(builder.fcmp_ordered(">=", self.scaled(token), floor), I16)
+            builder.store(e.add(builder.load(self.count), self.ones(bits)), self.count)
 
 
-def _splat(builder: Any, value: Any) -> Any:
-    """Return a vector of one i32."""
-    kind = ir.VectorType(I32, LANES)
-    single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
-    return builder.shuffle_vector(single, ir.Constant(kind, ir.Undefined), ir.Constant(kind, [I32(0)] * LANES))
-
-
-def _mixed(builder: Any, x: Any) -> Any:
+def _mixed(e: Emitter, x: Any) -> Any:
     """Return `sampling.mix` of a vector."""
+    builder = e.builder
     for shift, factor in ((16, MIX_1), (15, MIX_2)):
-        x = builder.mul(builder.xor(x, builder.lshr(x, splat_int(shift))), splat_int(factor))
-    return builder.xor(x, builder.lshr(x, splat_int(16)))
+        x = builder.mul(builder.xor(x, builder.lshr(x, e.splat(shift))), e.splat(factor))
+    return builder.xor(x, builder.lshr(x, e.splat(16)))

@@ -62,31 +62,32 @@ class _Norm(_Rows):
         e = self.e
         self.x = e.pointer(1, self.kind)
         self.stride = e.argument(2)
-        self.weight, self.out = e.pointer(3, self.kind), e.pointer(4, self.kind)
+        self.weight = e.pointer(3, self.kind)
+        self.out = e.pointer(4, self.kind)
         self.squares = e.variable(VECTOR)
 
     def row(self, row: Any) -> None:
         self.normalise(self.e.mul(row, self.stride), self.weight, self.e.mul(row, self.width))
 
     def normalise(self, start: Any, weights: Any, result: Any) -> None:
-        """Write the norm of the numbers from `start` on at `result`."""
+        """Write the norm of the numbers from `start` on to `result`."""
         e = self.e
         builder = self.e.builder
         builder.store(e.splat(0.0), self.squares)
-        with e.loop(0, self.width, LANES) as at:
-            x = e.load(self.x, e.add(start, at))
+        with e.loop(0, self.width, LANES) as channel:
+            x = e.load(self.x, e.add(start, channel))
             builder.store(e.fma(x, x, builder.load(self.squares)), self.squares)
         mean = builder.fmul(e.sum(builder.load(self.squares)), F32(1.0 / self.width))
         root = e.call("llvm.sqrt.f32", builder.fadd(mean, F32(self.eps)))
         scale = e.splat(builder.fdiv(F32(1.0), root))
-        with e.loop(0, self.width, LANES) as at:
-            weight = e.load(weights, at)
-            value = builder.fmul(e.load(self.x, e.add(start, at)), scale)
+        with e.loop(0, self.width, LANES) as channel:
+            weight = e.load(weights, channel)
+            value = builder.fmul(e.load(self.x, e.add(start, channel)), scale)
             if self.unit_offset:
                 weight = builder.fadd(weight, e.splat(1.0))
             else:
                 value = e.rounded(value, self.kind)
-            e.store(builder.fmul(value, weight), self.out, e.add(result, at))
+            e.store(builder.fmul(value, weight), self.out, e.add(result, channel))
 
 
 @cache
@@ -113,8 +114,8 @@ class _HeadNorm(_Norm):
         result = e.mul(row, total * self.width)
         for begin, end, weights in ((0, self.heads, self.weight), (self.heads, total, self.of_keys)):
             with e.loop(begin, end) as head:
-                at = e.mul(head, self.width)
-                self.normalise(e.add(start, at), weights, e.add(result, at))
+                before = e.mul(head, self.width)
+                self.normalise(e.add(start, before), weights, e.add(result, before))
 
 
 @cache
@@ -132,8 +133,8 @@ class _Sum(_Rows):
     def row(self, row: Any) -> None:
         e = self.e
         start = self.e.mul(row, self.width)
-        with e.loop(start, e.add(start, self.width), LANES) as at:
-            e.store(e.builder.fadd(e.load(self.x, at), e.load(self.y, at)), self.out, at)
+        with e.loop(start, e.add(start, self.width), LANES) as channel:
+            e.store(e.builder.fadd(e.load(self.x, channel), e.load(self.y, channel)), self.out, channel)
 
 
 @cache
@@ -148,17 +149,18 @@ class _Gate(_Rows):
         self.width = width
         self.activation = activation
         self.kind = _kind(bfloat16)
-        self.both, self.stride = self.e.pointer(1, self.kind), self.e.argument(2)
+        self.both = self.e.pointer(1, self.kind)
+        self.stride = self.e.argument(2)
         self.out = self.e.pointer(3, self.kind)
 
     def row(self, row: Any) -> None:
         e = self.e
         start = e.mul(row, self.stride)
         result = e.mul(row, self.width)
-        with e.loop(0, self.width, LANES) as at:
-            gate, up = (e.load(self.both, e.add(start, at, offset)) for offset in (0, self.width))
+        with e.loop(0, self.width, LANES) as channel:
+            gate, up = (e.load(self.both, e.add(start, channel, offset)) for offset in (0, self.width))
             active = e.rounded(activated(e, self.activation, gate), self.kind)
-            e.store(e.builder.fmul(active, up), self.out, e.add(result, at))
+            e.store(e.builder.fmul(active, up), self.out, e.add(result, channel))
 
 
 def activated(e: Emitter, activation: str, x: Any) -> Any:
@@ -214,26 +216,26 @@ class _Cache(_Rows):
         start = e.mul(row, self.stride)
         if self.rotary:
             with e.loop(0, self.heads) as head:
-                at = e.add(start, e.mul(head, self.head_dim))
-                self._rotate(at, angles, self.x, at)
+                query = e.add(start, e.mul(head, self.head_dim))
+                self._rotate(query, angles, self.x, query)
         with e.loop(0, self.kv_heads) as head:
             place = e.add(e.mul(head, self.slots), slot)
-            at = e.add(start, e.mul(e.add(head, self.heads), self.head_dim))
+            key = e.add(start, e.mul(e.add(head, self.heads), self.head_dim))
             into = e.mul(place, self.head_dim)
-            self._rotate(at, angles, self.keys, into)
+            self._rotate(key, angles, self.keys, into)
             for part in range(self.rotary, self.head_dim, LANES):
-                e.store(e.load(self.x, e.add(at, part)), self.keys, e.add(into, part))
-            at = e.add(e.mul(row, self.value_stride), e.mul(head, self.value_dim))
+                e.store(e.load(self.x, e.add(key, part)), self.keys, e.add(into, part))
+            value_start = e.add(e.mul(row, self.value_stride), e.mul(head, self.value_dim))
             for part in range(0, self.value_dim, LANES):
-                value = e.load(self.new_values, e.add(at, part))
+                value = e.load(self.new_values, e.add(value_start, part))
                 e.store(value, self.values, e.add(e.mul(place, self.value_dim), part))
 
-    def _rotate(self, at: Any, angles: Any, out: Any, into: Any) -> None:
+    def _rotate(self, source: Any, angles: Any, out: Any, into: Any) -> None:
         e = self.e
         half = self.rotary // 2
         for part in range(0, half, LANES):
-            low = e.load(self.x, e.add(at, part))
-            high = e.load(self.x, e.add(at, part + half))
+            low = e.load(self.x, e.add(source, part))
+            high = e.load(self.x, e.add(source, part + half))
             for own, other, offset in ((low, high, part), (high, low, part + half)):
                 cos, sin = (e.load(table, e.add(angles, offset)) for table in (self.cos, self.sin))
                 turned = e.fma(other, sin, e.builder.fmul(own, cos))

@@ -80,8 +80,8 @@ class RelativeBias:
     @staticmethod
     def of(bias: object) -> RelativeBias | None:
         """Return the object that made a bias, None if none did."""
-        made: RelativeBias | None = getattr(bias, _BIAS, None)
-        return made
+        relative_bias: RelativeBias | None = getattr(bias, _BIAS, None)
+        return relative_bias
 
     def __call__(self, *_: object, device: torch.device | None = None, **__: object) -> Tensor:
         carrier = torch.empty(0, device=device)
@@ -173,12 +173,21 @@ def _sees_all(module: nn.Module, mask: Tensor | None) -> bool:
     return rule is not None and all(bool(rule.visible(query, _PROBED_KEYS).all()) for query in (0, _PROBED_KEYS // 2))
 
 
+@dataclass(frozen=True, slots=True)
+class TracedLayers:
+    """A model on torch's meta device, and what a forward pass showed of it."""
+
+    model: Any
+    attention: tuple[Attention, ...]  # of each call, in the order of the calls
+    width: int  # of the hidden states
+
+
 @dataclass(slots=True)
 class TracedCalls:
     """Records what each call attends to. Raises ModelError for what the paged attention does not compute."""
 
     max_positions: int
-    both_ways: bool = False  # attention to later tokens is computed, too
+    both_ways: bool = False  # A query also attends to later tokens.
     attention: list[Attention] = field(default_factory=list)
 
     def __call__(
@@ -191,9 +200,9 @@ class TracedCalls:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> Attention:
         kind = type(module).__name__
-        given = {name: option for name, option in options.items() if option is not None}
-        mask = given.pop("attention_mask", mask)
-        for name in given.keys() - {*WITHOUT_EFFECT, *_UNDERSTOOD}:
+        set_options = {name: option for name, option in options.items() if option is not None}
+        mask = set_options.pop("attention_mask", mask)
+        for name in set_options.keys() - {*WITHOUT_EFFECT, *_UNDERSTOOD}:
             raise ModelError(f"{kind} gives attention the option {name}, which the paged attention does not have")
         heads, tokens, head_dim = query.shape[1:]
         kv_heads = key.shape[1]
@@ -202,12 +211,12 @@ class TracedCalls:
                 f"{kind} attends from q {list(query.shape)} to k {list(key.shape)} and v {list(value.shape)}, which is "
                 "not attention of grouped heads over a sequence's own tokens"
             )
-        sinks = given.get(SINKS)
+        sinks = set_options.get(SINKS)
         if sinks is not None and sinks.shape != (heads,):
             raise ModelError(f"{kind} has attention sinks {list(sinks.shape)}, not one per head of {heads}")
         if causal := not (self.both_ways and _sees_all(module, mask)):
             window = self._window(kind, mask, causal=bool(getattr(module, "is_causal", False)))
-        scale = given.get("scaling")
+        scale = set_options.get("scaling")
         return Attention(
             heads=heads,
             kv_heads=kv_heads,
@@ -216,7 +225,7 @@ class TracedCalls:
             rope=None,
             window=window if causal else None,
             causal=causal,
-            softcap=given.get("softcap"),
+            softcap=set_options.get("softcap"),
             sinks=sinks is not None,
         )
 

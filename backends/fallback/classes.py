@@ -86,8 +86,8 @@ def has_custom_code(architecture: str, config: Mapping[str, Any], trusted: bool,
     code = code_of(config)
     if _CLASSES[use] not in code:
         version = transformers.__version__
-        what = "" if use is None else f" to {use.replace('_', ' ')} with"
-        raise ModelError(f"transformers {version} has no {_KINDS[use]} {architecture}{what} either")
+        use_text = "" if use is None else f" to {use.replace('_', ' ')} with"
+        raise ModelError(f"transformers {version} has no {_KINDS[use]} {architecture}{use_text} either")
     if not trusted:
         raise ModelError(
             f"{architecture} is defined by Python code of the model's folder; read it, and use --trust-remote-code to "
@@ -107,8 +107,8 @@ def make_config(source: TransformersSource) -> PretrainedConfig:
     elif values.get("model_type") in CONFIG_MAPPING:
         kind = CONFIG_MAPPING[values["model_type"]]
     else:
-        known = f"transformers {transformers.__version__} has no"
-        raise ModelError(f"config.json: {known} model_type {values.get('model_type')}")
+        refusal = f"transformers {transformers.__version__} has no"
+        raise ModelError(f"config.json: {refusal} model_type {values.get('model_type')}")
     try:
         config: PretrainedConfig = kind.from_dict(values)
     except Exception as error:
@@ -118,13 +118,13 @@ def make_config(source: TransformersSource) -> PretrainedConfig:
 
 def model_class(source: TransformersSource, config: PretrainedConfig) -> type[PreTrainedModel]:
     """Return the class of the model."""
-    found: Any
+    model_class: Any
     if source.custom_code:
-        found = get_class_from_dynamic_module(source.config["auto_map"][_CLASSES[source.use]], str(source.folder))
+        model_class = get_class_from_dynamic_module(source.config["auto_map"][_CLASSES[source.use]], str(source.folder))
     else:
-        found = _get_model_class(config, _mapping(source.use, architecture_of(source.config), config))
-    assert issubclass(found, PreTrainedModel)
-    return found
+        model_class = _get_model_class(config, _mapping(source.use, architecture_of(source.config), config))
+    assert issubclass(model_class, PreTrainedModel)
+    return model_class
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -148,7 +148,7 @@ def max_positions_of(architecture: str, config: PretrainedConfig) -> int:
 def ropes_of(config: PretrainedConfig) -> list[Mapping[str, Any]]:
     """Return the sections of RoPE parameters, of all layers or by type of layer."""
     ropes = getattr(text_config(config), "rope_parameters", None) or {}
-    return [ropes, *(each for each in ropes.values() if isinstance(each, Mapping))]
+    return [ropes, *(rope for rope in ropes.values() if isinstance(rope, Mapping))]
 
 
 def rope_kind(rope: Mapping[str, Any]) -> str | None:

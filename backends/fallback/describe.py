@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TEXT_ENCODING_MAPPING,
 )
 
+from pagoda.backends.fallback.attention import TracedLayers
 from pagoda.backends.fallback.classes import (
     code_of,
     has_custom_code,
@@ -32,7 +33,6 @@ from pagoda.common.config.groups.nested.pooler import PoolingKind
 from pagoda.common.errors import ModelError
 from pagoda.common.models.family import PoolUse, classifier
 from pagoda.common.models.hf_config import HfConfig
-from pagoda.common.models.mixers import Attention
 from pagoda.common.models.registry import architecture_of
 from pagoda.common.models.spec import Pooler
 from pagoda.common.models.transformers_spec import TransformersSource, TransformersSpec
@@ -55,18 +55,18 @@ def describe(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool
         return _trace(source, built, max_positions)
     except ModelError as error:
         raise ModelError(f"{architecture} cannot run on the paged KV cache: {error}") from None
-    except Exception as error:  # of transformers' code, or of the model's own
+    except Exception as error:  # The code of transformers or of the model may raise anything.
         raise ModelError(f"{architecture}: transformers cannot build or run it: {in_one_line(error)}") from error
 
 
 def _trace(source: TransformersSource, config: PretrainedConfig, max_positions: int) -> TransformersSpec:
     """Build the model on the meta device and record a forward pass."""
-    model, attention, width = trace_layers(source, config, max_positions, both_ways=False)
+    traced = trace_layers(source, config, max_positions, both_ways=False)
     return TransformersSpec(
-        vocab=vocab_of(model),
-        width=width,
+        vocab=vocab_of(traced.model),
+        width=traced.width,
         max_positions=max_positions,
-        attention=attention,
+        attention=traced.attention,
         source=source,
     )
 
@@ -77,10 +77,10 @@ def _decoder_start(architecture: str, source: TransformersSource, config: Pretra
     They are keys of config.json or generation_config.json. Raise ModelError without a start token.
     """
     generation = source.folder / "generation_config.json"
-    stated = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
-    stated |= {key: value for key, value in source.config.items() if value is not None}
-    start = stated.get("decoder_start_token_id", getattr(config, "decoder_start_token_id", None))
-    forced = stated.get("forced_bos_token_id")
+    generation_keys = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+    generation_keys |= {key: value for key, value in source.config.items() if value is not None}
+    start = generation_keys.get("decoder_start_token_id", getattr(config, "decoder_start_token_id", None))
+    forced = generation_keys.get("forced_bos_token_id")
     if not isinstance(start, int):
         raise ModelError(
             f"{architecture}: config.json states no decoder_start_token_id; use --hf-overrides "
@@ -115,7 +115,7 @@ def describe_pooling(
         return _measure(source, built, max_positions_of(architecture, built))
     except ModelError:
         raise
-    except Exception as error:  # of transformers' code, or of the model's own
+    except Exception as error:  # The code of transformers or of the model may raise anything.
         raise ModelError(f"{architecture}: transformers cannot build or run it: {in_one_line(error)}") from error
 
 
@@ -131,11 +131,12 @@ def _measure(source: TransformersSource, config: PretrainedConfig, max_positions
     embeds = source.use in ("embed", "reward")
     outputs = output.shape[-1]
     labels = None if embeds else classifier(HfConfig(source.config), labels=outputs)
+    traced = _packable(source, config, max_positions)
     return TransformersSpec(
         vocab=table.num_embeddings,
         width=int(outputs) if embeds else int(text_config(config).hidden_size),
         max_positions=max_positions - first_position(model),
-        attention=_packable(source, config, max_positions),
+        attention=() if traced is None else traced.attention,
         source=source,
         pooler=Pooler(_pooling_kind(source, config), classifier=labels),
     )
@@ -149,12 +150,12 @@ def first_position(model: nn.Module) -> int:
     return 0
 
 
-def _packable(source: TransformersSource, config: PretrainedConfig, max_positions: int) -> tuple[Attention, ...]:
-    """Return the calls of attention of the layers; none unless the prompts of a step can be concatenated."""
+def _packable(source: TransformersSource, config: PretrainedConfig, max_positions: int) -> TracedLayers | None:
+    """Return the traced layers of a model that pools; None unless the prompts of a step can be concatenated."""
     try:
-        return trace_layers(source, config, max_positions, both_ways=True)[1]
-    except Exception:  # of transformers' code, too: it runs with attention of its own
-        return ()
+        return trace_layers(source, config, max_positions, both_ways=True)
+    except Exception:  # The code of transformers may raise anything; the model then runs with its own attention.
+        return None
 
 
 def _pooling_kind(source: TransformersSource, config: PretrainedConfig) -> PoolingKind:

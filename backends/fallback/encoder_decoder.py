@@ -79,7 +79,8 @@ class EncoderDecoderModel(TransformersModel):
         with self._calls.by(attend):
             hidden: Tensor = self._base(
                 input_ids=token_ids[None],
-                attention_mask=torch.ones_like(token_ids)[None],  # else made from the number of cached tokens
+                # Without a mask transformers makes one from the number of cached tokens.
+                attention_mask=torch.ones_like(token_ids)[None],
                 encoder_hidden_states=encoded,
                 past_key_values=_Positions(positions),
                 use_cache=False,

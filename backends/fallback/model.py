@@ -318,7 +318,7 @@ def load_pretrained(
     config = make_config(spec.source)
     kind: Any = model_class(spec.source, config)
     level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # its report repeats the errors below
+    transformers.logging.set_verbosity_error()  # Its report would repeat the errors below.
     transformers.logging.disable_progress_bar()
     try:
         model, report = kind.from_pretrained(

@@ -34,7 +34,7 @@ def _fix(module: Any, kind: str, layer: str | None, max_len: int) -> None:
     if kind == "longrope":
         trained = (section if layer is None else section[layer])["original_max_position_embeddings"]
     name = "inv_freq" if layer is None else f"{layer}_inv_freq"
-    if max_len > trained:  # else the initial frequencies hold
+    if max_len > trained:  # Up to the trained length the initial frequencies hold.
         more = {} if layer is None else {"layer_type": layer}
         device = getattr(module, name).device
         frequencies, _ = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=max_len, **more)

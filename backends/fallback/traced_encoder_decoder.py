@@ -29,7 +29,7 @@ def trace_encoder_decoder(
     source: TransformersSource, config: PretrainedConfig, max_positions: int, start: tuple[int, ...]
 ) -> TransformersSpec:
     """Build the model on the meta device and record a forward pass of its encoder, then of its decoder."""
-    model = on_meta(source, config, torch.float32)  # some have parts that stay float32
+    model = on_meta(source, config, torch.float32)  # Some models have parts that stay in float32.
     calls = TracedDecoder(TracedCalls(max_positions), _ENCODER_TOKENS)
     encoder: Any = model.get_encoder()
     decoder: Any = model.get_decoder()
@@ -41,17 +41,17 @@ def trace_encoder_decoder(
         ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.int64)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "encoder_hidden_states": encoded}
         hidden = decoder(**inputs, use_cache=False)[0]
-    if not calls.own.attention or len(calls.own.attention) != len(calls.cross):
+    if not calls.self_attention.attention or len(calls.self_attention.attention) != len(calls.cross):
         raise ModelError(
-            f"its decoder attends {len(calls.own.attention)} times to its own tokens and {len(calls.cross)} times to "
-            "the encoder's through transformers' attention interface, not once each in every layer"
+            f"its decoder attends {len(calls.self_attention.attention)} times to its own tokens and {len(calls.cross)} "
+            "times to the encoder's through transformers' attention interface, not once each in every layer"
         )
     names = {module: name for name, module in model.named_modules()}
     return TransformersSpec(
         vocab=vocab_of(model),
         width=int(hidden.shape[-1]),
         max_positions=max_positions,
-        attention=tuple(calls.own.attention),
+        attention=tuple(calls.self_attention.attention),
         source=source,
         encoder=EncoderSpec(
             max_positions=max_positions,
@@ -76,14 +76,15 @@ class TracedEncoder:
 
 @dataclass(slots=True)
 class TracedDecoder:
-    """Implements CallHandler. `own` records the calls that attend to the decoder's own tokens.
+    """Implements CallHandler. `self_attention` records the calls that attend to the decoder's own tokens.
 
     The encoder's output has `encoder_tokens` tokens, another number than the decoder's.
     """
 
-    own: TracedCalls
+    self_attention: TracedCalls
     encoder_tokens: int
-    cross: dict[nn.Module, int] = field(default_factory=dict)  # numbers in K and V of one encoder token, in order
+    # Module -> numbers in K and V of one encoder token, in call order.
+    cross: dict[nn.Module, int] = field(default_factory=dict)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
@@ -94,7 +95,7 @@ class TracedDecoder:
         if bias is not None and RelativeBias.of(bias) is None:
             raise ModelError(f"{type(module).__name__} computes a bias of attention by itself")
         others = {name: option for name, option in options.items() if name != BIAS}
-        return self.own(module, query, key, value, mask, others)
+        return self.self_attention(module, query, key, value, mask, others)
 
     def _attend_cross(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
@@ -124,7 +125,9 @@ def _check(
     if mask is not None:
         rule = mask_rule(mask)
         length = key.shape[2]
-        if rule is None or not all(bool(rule.visible(each, length).all()) for each in range(query.shape[2])):
+        if rule is None or not all(
+            bool(rule.visible(query_index, length).all()) for query_index in range(query.shape[2])
+        ):
             raise ModelError(f"{kind} does not attend to all tokens of the encoder")
 
 

@@ -10,11 +10,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from pagoda.backends.fallback.attention import TRACED, TracedCalls, install
+from pagoda.backends.fallback.attention import TRACED, TracedCalls, TracedLayers, install
 from pagoda.backends.fallback.classes import model_class, rope_kind, ropes_of, text_config
 from pagoda.backends.fallback.rope import LENGTH_DEPENDENT, fix_frequencies
 from pagoda.common.errors import ModelError
-from pagoda.common.models.mixers import Attention
 from pagoda.common.models.transformers_spec import TransformersSource
 
 TRACED_TOKENS: Final = 4
@@ -22,7 +21,7 @@ TRACED_TOKENS: Final = 4
 
 def trace_layers(
     source: TransformersSource, config: PretrainedConfig, max_positions: int, *, both_ways: bool
-) -> tuple[Any, tuple[Attention, ...], int]:
+) -> TracedLayers:
     """Return the model on the meta device, its calls of attention and the width of its hidden states.
 
     Raise ModelError for attention that is not that of `TracedCalls`.
@@ -42,7 +41,7 @@ def trace_layers(
             f"{len(calls.attention)} of {layers} layers attend through transformers' attention interface; the others "
             "do not attend, or do so by themselves"
         )
-    return model, tuple(calls.attention), int(hidden.shape[-1])
+    return TracedLayers(model=model, attention=tuple(calls.attention), width=int(hidden.shape[-1]))
 
 
 def on_meta(

@@ -180,6 +180,14 @@ def _fetch_rows(guesses: jax.Array, first: int, seqs: int) -> Int32:
     return rows
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What steps run with; it belongs to a number of KV blocks."""
+
+    programs: CompiledPrograms[StepProgramSet, StepProgramKind]
+    sampler: JaxSampler
+
+
 class JaxBackend:
     """Implements common.backend.ShardedBackend (a shard is a model replica), CheckpointBackend and DraftingBackend."""
 
@@ -207,8 +215,7 @@ class JaxBackend:
         self._asleep: HostLeaves | None = None  # of an engine whose weights sleep
         self._drafter_leaves: Leaves = ()
         self._caches: Caches = ()
-        self._programs: CompiledPrograms[StepProgramSet, StepProgramKind] | None = None
-        self._sampler: JaxSampler | None = None
+        self._initialised: Serving | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -218,7 +225,13 @@ class JaxBackend:
     @property
     def recompiles(self) -> int:
         """Return the number of programs compiled while serving; should be 0."""
-        return 0 if self._programs is None else self._programs.recompiles
+        return 0 if self._initialised is None else self._initialised.programs.recompiles
+
+    @property
+    def _serving(self) -> Serving:
+        """What `init_cache` made, which the engine calls before anything that needs it."""
+        assert self._initialised is not None, "init_cache comes first"
+        return self._initialised
 
     def load(self, weights: Iterable[Weight]) -> None:
         """Load every parameter directly to its devices. Raise WeightError."""
@@ -280,9 +293,8 @@ class JaxBackend:
 
     def wake_kv_cache(self) -> None:
         """Allocate the KV cache again. Raise MemoryError."""
-        assert self._programs is not None, "init_cache comes before sleep"
         with device_memory_errors():
-            self._caches = self._empty_caches(self._programs.program_set.num_blocks)
+            self._caches = self._empty_caches(self._serving.programs.program_set.num_blocks)
 
     def _empty_caches(self, num_blocks: tuple[int, ...]) -> Caches:
         return tuple(jnp.zeros(c.shape, c.dtype, device=c.sharding) for c in self.model.caches(num_blocks))
@@ -295,9 +307,8 @@ class JaxBackend:
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Enqueue the replacement of the adapter in a slot, in place: steps that are enqueued use the one before."""
         model = self.model
-        programs = self._programs
+        programs = self._serving.programs
         assert isinstance(model, Model), "no other has adapters"
-        assert programs is not None, "init_cache comes first"
         arrays = tuple(self._leaves[index] for index in model.adapter_leaves)
         written = programs[WriteAdapter()](arrays, AdapterWriter(model).parts(weights), np.int32(slot))
         leaves = list(self._leaves)
@@ -335,8 +346,11 @@ class JaxBackend:
 
     def init_cache(self, num_blocks: tuple[int, ...]) -> None:
         """Allocate the KV cache of `num_blocks` blocks of each pool per shard on the devices."""
-        self._programs = CompiledPrograms(self._program_set(num_blocks), strict=self.strict, cache=self._compile_cache)
-        self._sampler = JaxSampler(self._programs, self.model.shards * self.limits.max_num_seqs)
+        programs: CompiledPrograms[StepProgramSet, StepProgramKind] = CompiledPrograms(
+            self._program_set(num_blocks), strict=self.strict, cache=self._compile_cache
+        )
+        sampler = JaxSampler(programs, self.model.shards * self.limits.max_num_seqs)
+        self._initialised = Serving(programs, sampler)
         self._caches = self._empty_caches(num_blocks)
 
     def _program_set(self, num_blocks: tuple[int, ...]) -> StepProgramSet:
@@ -357,10 +371,10 @@ class JaxBackend:
 
     def prepare(self) -> JaxCompileReport:
         """Compile all programs, or load them from the bundle; report the cost."""
-        assert self._programs is not None, "init_cache comes before warmup"
+        programs = self._serving.programs
         if self._bundle is not None:
-            return self._programs.adopt(self._bundle.load(self._programs.program_set))
-        return self._programs.prepare()
+            return programs.adopt(self._bundle.load(programs.program_set))
+        return programs.prepare()
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Enqueue a step of the only shard."""
@@ -373,10 +387,9 @@ class JaxBackend:
 
     def execute_shards(self, plans: tuple[StepPlan | None, ...]) -> PendingShardSteps:
         """Enqueue a step of every shard; its sampling follows in `bind_masks` if a plan has `masked`."""
-        programs = self._programs
-        sampler = self._sampler
-        assert programs is not None, "init_cache comes before execute"
-        assert sampler is not None
+        serving = self._serving
+        programs = serving.programs
+        sampler = serving.sampler
         before = programs.recompiles
         size = self.limits.max_num_seqs
         shards = self.model.shards
@@ -391,15 +404,20 @@ class JaxBackend:
                 sampler.start(start)
         self._copy_states(active, programs)
         shape, packed = make_batch(active, shards, programs.program_set.shapes, shards * size)
-        inputs: tuple[Any, ...] = (self._leaves, self._caches, sampler.history, packed)
         if any(plan.embeds is not None for plan in active.values()):
             embeds = make_embeds(active, shards, shape.tokens, self.model.spec.hidden_width, self.model.dtype)
-            self._caches, hidden, logits, *left = programs[ForwardEmbeds(shape)](*inputs, embeds)
+            self._caches, hidden, logits, *left = programs[ForwardEmbeds(shape)](
+                self._leaves, self._caches, sampler.history, packed, embeds
+            )
         else:
-            self._caches, hidden, logits, *left = programs[Forward(shape)](*inputs)
-        step = EnqueuedStep(active, shape, packed, logits, *left)
+            self._caches, hidden, logits, *left = programs[Forward(shape)](
+                self._leaves, self._caches, sampler.history, packed
+            )
+        step = EnqueuedStep(
+            plans=active, shape=shape, packed=packed, logits=logits, draft_inputs=left[0] if left else None
+        )
         scores = {
-            shard: self._score_prompts(shard, plan, hidden, programs, sampler, adapted=shape.adapted)
+            shard: self._score_prompts(shard, plan, hidden, serving, adapted=shape.adapted)
             for shard, plan in active.items()
         }
         recompiles = programs.recompiles - before
@@ -431,10 +449,9 @@ class JaxBackend:
 
     def _sample(self, step: EnqueuedStep, masks: Mapping[int, TokenMasks] | None = None) -> dict[int, PendingTokens]:
         """Enqueue the sampling of every shard, then the drafter, if there is one."""
-        programs = self._programs
-        sampler = self._sampler
-        assert programs is not None, "init_cache comes before execute"
-        assert sampler is not None
+        serving = self._serving
+        programs = serving.programs
+        sampler = serving.sampler
         before = programs.recompiles
         plans = step.plans
         sampled = sampler.sample(step.logits, plans, masks)
@@ -451,14 +468,13 @@ class JaxBackend:
         return tokens
 
     def _latest(self) -> tuple[Any, ...]:
-        return self._caches, None if self._sampler is None else self._sampler.history
+        return self._caches, None if self._initialised is None else self._initialised.sampler.history
 
     def _draft(self, step: EnqueuedStep, tokens: jax.Array | Int32) -> jax.Array:
         """Enqueue the drafter. Return the guesses int32 [S, K]. `tokens` int32 [S * width]: the sampled ones."""
-        programs = self._programs
-        sampler = self._sampler
-        assert programs is not None, "init_cache comes before execute"
-        assert sampler is not None
+        serving = self._serving
+        programs = serving.programs
+        sampler = serving.sampler
         arrays = self._leaves, self._drafter_leaves, self._caches, sampler.history
         program = programs[Draft(step.shape)]
         self._caches, sampler.history, guesses = program(*arrays, step.packed, step.draft_inputs, tokens)
@@ -474,16 +490,14 @@ class JaxBackend:
         self._drafter_leaves = ()
         self._leaves = ()
         self._caches = ()
-        self._programs = None
-        self._sampler = None
+        self._initialised = None
 
     def _score_prompts(
         self,
         shard: int,
         plan: StepPlan,
         hidden: jax.Array,
-        programs: CompiledPrograms[StepProgramSet, StepProgramKind],
-        sampler: JaxSampler,
+        serving: Serving,
         *,
         adapted: bool,
     ) -> tuple[PromptScores, ...]:
@@ -499,11 +513,11 @@ class JaxBackend:
             indices[rows] = begin + np.arange(len(targets))
             tokens[rows] = targets
             own = () if slots is None else (slots[np.minimum(indices, len(slots) - 1)],)
-            program = programs[ScorePrompt(hidden.shape[0] // shards, slots is not None)]
+            program = serving.programs[ScorePrompt(hidden.shape[0] // shards, slots is not None)]
             logits = program(self._leaves, hidden, indices, *own)
-            return partial(sampler.score(logits, tokens, SCORE_TOKENS, (best,)).fetch, rows, best)
+            return partial(serving.sampler.score(logits, tokens, SCORE_TOKENS, (best,)).fetch, rows, best)
 
-        return score_prompts(plan, sampler.rows, SCORE_TOKENS, score)
+        return score_prompts(plan, serving.sampler.rows, SCORE_TOKENS, score)
 
 
 @contextmanager

@@ -14,25 +14,26 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import make_batch, single_tokens
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.drafters import DraftDecoder, DraftInput, Guessed
+from pagoda.backends.reference.model.drafters import DraftBatch
+from pagoda.backends.torch_decoder.drafters import DraftModel, DraftTokens
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.steps.contract import GUESSED, Int32, StepPlan
-from pagoda.common.models.drafters import DrafterSpec, LanguageDrafter
+from pagoda.common.models.drafters import DrafterSpec
 
 
 class DraftRunner:
     """Runs a drafter after each step. Its caches are those of the layout from number `offset` on."""
 
     def __init__(
-        self, spec: DrafterSpec, decoder: DraftDecoder, layout: KvLayout, offset: int, max_drafts: int
+        self, spec: DrafterSpec, decoder: DraftModel[DraftBatch], layout: KvLayout, offset: int, max_drafts: int
     ) -> None:
         self.decoder = decoder
         self._most = 2 + max_drafts  # tokens that a generating sequence has in a pass
         self._layout = layout
         self._offset = offset
-        self._reads_tokens_alone = isinstance(spec, LanguageDrafter)
+        self._reads_tokens_alone = not decoder.reads_next
         self._has_caches = bool(spec.caches)
-        self._caches: dict[int, LayerCache] = {}
+        self._caches: Mapping[int, LayerCache] = {}
         self._views: frozenset[int] = frozenset()
 
     def set_caches(self, caches: Mapping[int, LayerCache]) -> None:
@@ -57,7 +58,7 @@ class DraftRunner:
         if not self._reads_tokens_alone:
             begins = plan.query_start[:-1][order]
             read = features[torch.from_numpy(_ranges(begins, np.diff(step.query_start)).astype(np.int64))]
-        guessed = self._pass(step, wanted, read, 0)
+        guessed, read = self._pass(step, wanted, read, 0)
         if plan.num_guesses is None:
             return None
         guesses = np.full((plan.num_seqs, int(wanted.max())), -1, np.int32)
@@ -73,9 +74,9 @@ class DraftRunner:
                 order = order[rows]
                 starts = np.arange(len(rows) + 1, dtype=np.int32)
                 step = replace(step, context=ends.astype(np.int32), token_ids=tokens, query_start=starts)
-                read = None if guessed.features is None else guessed.features[kept]
-                guessed = self._pass(step, wanted, read, number)
-            guesses[order[wanted > number], number] = guessed.token_ids.numpy()
+                read = None if read is None else read[kept]
+                guessed, read = self._pass(step, wanted, read, number)
+            guesses[order[wanted > number], number] = guessed.numpy()
         return guesses
 
     def _first_plan(self, plan: StepPlan, token_ids: Int32, wanted: Int32, history: Int32) -> StepPlan:
@@ -98,16 +99,22 @@ class DraftRunner:
         known = replace(plan, query_start=query_start, token_ids=tokens, num_drafts=None, num_guesses=None)
         return replace(known, adapter_slots=None)  # LoRA adapters are the target's
 
-    def _pass(self, step: StepPlan, wanted: Int32, features: Tensor | None, number: int) -> Guessed:
-        """Run the drafter; guess after the sequences that want more than `number` guesses."""
+    def _pass(
+        self, step: StepPlan, wanted: Int32, features: Tensor | None, number: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the drafter; guess after the sequences that want more than `number` guesses.
+
+        Return the guesses int64 [n], and the features [n, D] that the next pass reads.
+        """
         last = torch.from_numpy((step.query_start[1:][wanted > number] - 1).astype(np.int64))
         token_ids = torch.from_numpy(step.token_ids.astype(np.int64))
         counts = np.diff(step.query_start)
         if counts.max() <= self._most and self.decoder.records(step.num_tokens):
             step = single_tokens(replace(step, num_drafts=counts - 1))
         batch = make_batch(step, self._layout, self._views)
-        given = DraftInput(token_ids, batch, self._caches, features, last)
-        return self.decoder.next(given, number) if number else self.decoder.first(given)
+        tokens = DraftTokens(token_ids, batch.positions, (batch, self._caches), features)
+        outputs = self.decoder.run(tokens) if number else self.decoder.first(tokens)
+        return self.decoder.guess(number, outputs[last], token_ids[last]) if len(last) else (last, None)
 
 
 def _take(step: StepPlan, indices: np.ndarray) -> StepPlan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.backend import CAPABILITIES, prepare_thread
-from pagoda.backends.reference.execution import PackedPrompts, make_packed
 from pagoda.backends.reference.model.feed_forward import packed_makers
-from pagoda.backends.reference.model.mixers.attention.packed import SharedCaches
 from pagoda.backends.reference.model.mixers.rotary import RotaryTables
 from pagoda.backends.reference.model.named_ops import ReferenceOps, named_parts
 from pagoda.backends.reference.model.numerics import Numerics, numerics
@@ -21,7 +18,9 @@ from pagoda.backends.reference.model.params import ModelParams
 from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
 from pagoda.backends.reference.profiler import TorchTracer
 from pagoda.backends.reference.weights.load import Packer, rounded_weights
-from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
+from pagoda.backends.torch_decoder.decoder import TorchModel
+from pagoda.backends.torch_decoder.mixers.packed_attention import SharedCaches
+from pagoda.backends.torch_decoder.packed import PackedPrompts, make_packed
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.nested.profiler import ProfilerConfig
@@ -100,22 +99,16 @@ class ReferencePooling:
         return PoolResult(tuple(answer.numpy() for answer in answers))
 
 
-class Encoder:
+class Encoder(TorchModel):
     """Maps a batch of prompts to hidden states."""
 
     def __init__(self, spec: ModelSpec, params: ModelParams, numerics: Numerics, max_len: int) -> None:
-        self.embed_out = params.parts.get("embed_out")
-        readers = Counter(number for layer in spec.cache_numbers for mixer in layer for number in mixer)
-        shared = frozenset(number for number, count in readers.items() if count > 1)
         ops = ReferenceOps(named_parts(spec, params), numerics)
-        self.embed = TokenEmbedding(spec.embedding, ops)
-        self.stack = DecoderStack(spec, ops, packed_makers(ops, shared))
+        super().__init__(spec, ops, packed_makers(spec, ops))
         self.rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
 
     def hidden(self, batch: PackedPrompts) -> Tensor:
         """Return hidden states [T, D] after the last norm, the input of a head or a pooler."""
-        x = self.embed(batch.token_ids, batch.positions, batch.token_types)
         rotations = self.rotary.at(batch.positions)
         shared: SharedCaches = {}
-        x = self.stack(batch.token_ids, x, batch, rotations, shared)
-        return x if self.embed_out is None else self.embed_out(x)
+        return self.encoded(batch.token_ids, batch.positions, batch.token_types, batch, rotations, shared)

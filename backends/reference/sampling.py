@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.programs.operators import FoundTokens, row_search
-from pagoda.common.engine.sampling.batch_processors import LogitsBatch, edit_rows
-from pagoda.common.engine.sampling.rules import (
-    LARGEST_UNIFORM,
-    MIX_1,
-    MIX_2,
-    TOKEN_STRIDE,
-    USUAL,
-    LogprobsMode,
-    SamplerOptions,
-)
+from pagoda.common.engine.sampling.processors import USUAL, SamplerOptions, edit_rows
+from pagoda.common.engine.sampling.rules import LARGEST_UNIFORM, MIX_1, MIX_2, TOKEN_STRIDE, LogprobsMode
 from pagoda.common.engine.sampling.state import (
     RowTable,
     SampledRows,
@@ -45,7 +37,6 @@ from pagoda.common.engine.steps.contract import (
     UInt32,
 )
 from pagoda.common.engine.steps.pending import join_logprobs
-from pagoda.common.sampling_params import params_of
 
 CANDIDATES: Final = 256
 """How many of the best tokens decide top-k, top-p and min-p before the whole vocabulary is sorted."""
@@ -67,13 +58,15 @@ class Sampler:
     def __init__(self, vocab: int, max_rows: int, max_len: int, options: SamplerOptions = USUAL) -> None:
         self.vocab = vocab
         self.options = options
-        self._batch = LogitsBatch.of(options, params_of)
+        self._has_processors = options.has_processors
+        self._batch = options.batch_processor()
         self._search = row_search(vocab)
-        self.failed: dict[int, str] = {}  # row of logits of the newest step -> why its logits processor failed
+        self.failed: dict[int, str] = {}
+        """Row of logits of the newest step -> why its logits processor failed."""
         self.rows = RowTable(max_rows)
         self.last = np.zeros(max_rows, np.int32)
         self.rejected = np.zeros(max_rows, np.int32)
-        # numpy's zeros are mapped on first write; torch's would touch all of them
+        # The system maps numpy's zeros on the first write; torch would write all of them here.
         self.history = torch.from_numpy(np.zeros((max_rows, max_len + 1), np.int32))
 
     def start(self, start: RowStart) -> None:
@@ -105,9 +98,9 @@ class Sampler:
             drafts = drafts_of(plan)
             sequences, columns = np.nonzero(drafts >= 0)
             self.history.numpy()[plan.rows[sequences], plan.context[sequences] + 1 + columns] = drafts[drafts >= 0]
-        needs_edit = masks is not None or self.options.has_processors or sampled.columns["needs_edit"].any()
+        needs_edit = masks is not None or self._has_processors or sampled.columns["needs_edit"].any()
         shown = self._edit(logits, sampled, masks and _by_row_of_logits(masks, plan)) if needs_edit else {}
-        # through numpy, whose argmax and indexing of a few rows are several times faster than torch's
+        # numpy's argmax and indexing of a few rows are several times faster than torch's.
         tokens = torch.from_numpy(logits.numpy().argmax(-1))
         if sampled.kind != "greedy":
             self._draw(logits, RowRules.unpack(torch.from_numpy(sampled.pack(len(logits), 0))), tokens)
@@ -196,7 +189,7 @@ class Sampler:
                 mask_row(logits[row.index], bits)
         if masks is not None and len(masks.sequences):
             mask(logits, torch.from_numpy(masks.sequences), torch.from_numpy(masks.bits.view(np.int32)))
-        if self.options.has_processors:
+        if self._has_processors:
             self._process(logits, sampled)
         if penalised := sampled.where("penalised"):
             penalise(logits, self.history, torch.from_numpy(penalties(penalised, len(penalised))))
@@ -217,7 +210,7 @@ class Sampler:
             self._take_edited(logits, edited, failed)
 
     def _take_edited(self, logits: Tensor, edited: Tensor, failed: Mapping[int, str]) -> None:
-        """Write what processors of the batch made of the logits; `failed`: see `LogitsBatch.apply`."""
+        """Write what processors of the batch made of the logits; `failed`: see `BatchProcessor.apply`."""
         self.failed |= failed
         if edited is not logits:
             logits.copy_(edited)
@@ -321,12 +314,27 @@ class RowRules:
     def unpack(cls, packed: Tensor) -> Self:
         """Return views of int32 [7, R]."""
         real = packed.view(torch.float32)
-        return cls(packed[0], packed[1], packed[2], real[3], packed[4], real[5], real[6])
+        return cls(
+            rows=packed[0],
+            positions=packed[1],
+            keys=packed[2],
+            temperature=real[3],
+            top_k=packed[4],
+            top_p=real[5],
+            min_p=real[6],
+        )
 
     def take(self, rows: Tensor | Sequence[int]) -> RowRules:
         """Return the parameters of some rows of logits."""
-        fields = self.rows, self.positions, self.keys, self.temperature, self.top_k, self.top_p, self.min_p
-        return RowRules(*(field[rows] for field in fields))
+        return RowRules(
+            rows=self.rows[rows],
+            positions=self.positions[rows],
+            keys=self.keys[rows],
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+        )
 
 
 def drawn_from(logits: Tensor, rules: RowRules) -> Tensor:
@@ -429,7 +437,7 @@ def _keep(values: Tensor, total: Tensor, rules: RowRules, known: Tensor | None =
     keep &= values >= last
     if known is None:
         return keep, torch.ones(len(values), dtype=torch.bool)
-    # what is not known may stay, too, or belong to the mass that top-p is a part of
+    # Tokens that were not searched may stay, too, or belong to the mass that top-p is a part of.
     newest = (known - 1).clamp(min=0)[:, None]
     goes_on = torch.where(all_inside[:, None], keep, inside > -torch.inf).gather(1, newest)[:, 0]
     return keep, ~goes_on & (rules.top_k <= known)

@@ -32,7 +32,7 @@ class Accelerator:
     """A device of some kind, one of those that share a model. Implements SimulatedDevice."""
 
     chip: ChipSpec
-    compile_report: Path | None = None  # output of `pagoda compile --output-json`, whose cycles replace the roofline
+    compile_report: Path | None = None  # Output of `pagoda compile --output-json`: its cycles replace the roofline.
 
     @property
     def name(self) -> str:

@@ -59,10 +59,10 @@ def open_device(config: SimulationConfig) -> SimulatedDevice:
 
 
 def calibrate(
-    target: CalibrationTarget, repeats: int, max_seconds: float, done: Callable[[int, int], None]
+    target: CalibrationTarget, repeats: int, max_seconds: float, report_progress: Callable[[int, int], None]
 ) -> Calibration:
     """Measure the steps of a backend; see `SimulatorModule.calibrate`."""
-    return calibrated(target, repeats, max_seconds, done)
+    return calibrated(target, repeats, max_seconds, report_progress)
 
 
 def create(options: BackendOptions, clock: Clock | None = None) -> SimulatedBackend:
@@ -94,7 +94,7 @@ class SimulatedBackend:
         self._step_time = device.step_time(options)
         self._clock = clock or RealClock()
         self._takes_time = clock is not None or options.simulation.simulated_time == "real"
-        self._free_at = 0.0  # when the device has computed all steps so far
+        self._free_at = 0.0  # Time at which the device has computed all steps so far.
         self._rows = RowStates(options.limits, options.spec.vocab, options.simulation.acceptance_rate)
         self.busy_seconds = 0.0
         """Time that the device has computed."""
@@ -211,12 +211,13 @@ class RowStates:
         self._first = vocab // 4
         self._count = max(1, vocab // 2)
         self._acceptance = acceptance_rate
-        self._digest: UInt32 = np.zeros(limits.max_num_seqs, np.uint32)  # digest of each row's prompt and seed
-        self._known = np.zeros(limits.max_num_seqs, np.int64)  # tokens of the sequence, prompt included
-        self._prompt = np.zeros(limits.max_num_seqs, np.int64)  # prompt tokens of the sequence
-        self._prescribed: dict[int, Int32] = {}  # row -> its output tokens
-        self._logprobs: dict[int, int] = {}  # row -> best tokens to report
-        self._prompt_logprobs: dict[int, tuple[int, Int32]] = {}  # row -> the same, and the prompt
+        self._digest: UInt32 = np.zeros(limits.max_num_seqs, np.uint32)  # Digest of each row's prompt and seed.
+        self._known = np.zeros(limits.max_num_seqs, np.int64)  # Tokens of the sequence, prompt included.
+        self._prompt = np.zeros(limits.max_num_seqs, np.int64)  # Prompt tokens of the sequence.
+        self._prescribed: dict[int, Int32] = {}  # Row -> the output tokens that its request prescribes.
+        self._logprobs: dict[int, int] = {}  # Row -> number of best tokens to report.
+        # Row -> number of best prompt tokens to report, and the prompt.
+        self._prompt_logprobs: dict[int, tuple[int, Int32]] = {}
 
     def start(self, start: RowStart) -> None:
         """Replace the state of a row that a request takes."""

@@ -24,7 +24,7 @@ from pagoda.common.config.defaults import Platform
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization.tensors import Blocks
+from pagoda.common.weights.quantization.schemes import ScaledScheme
 
 FLAG: Final = "--calibration"
 FORMAT: Final = 1
@@ -82,7 +82,7 @@ def terms_of(load: StepLoad) -> dict[str, float]:
 class CostCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds by an amount: linear between points, and after the last as before it."""
 
-    at: tuple[int, ...]  # ascending
+    at: tuple[int, ...]  # The amounts of the points, ascending.
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tokens: CostCurve
     context: CostCurve
-    per: dict[str, float]  # seconds per unit of each term
+    per: dict[str, float]  # Term -> seconds per unit.
 
     def __post_init__(self) -> None:
         if not all(np.isfinite(value) and value >= 0 for value in self.per.values()):
@@ -133,8 +133,8 @@ class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_lens: list[int]
     num_sampled: int
     num_drafts: int
-    seconds: float  # the mean
-    count: int = 1  # number of steps that it is the mean of
+    seconds: float  # The mean time of the steps.
+    count: int = 1  # Number of steps in the mean.
 
     @property
     def load(self) -> StepLoad:
@@ -149,7 +149,7 @@ class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     mean: float
     largest: float
-    bias: float  # mean of the signed errors: above 0, the model is slower than what was measured
+    bias: float  # Mean of the signed errors: above 0, the model is slower than the measurement.
 
     def __str__(self) -> str:
         return f"mean error {self.mean:.1%}, largest {self.largest:.1%}, bias {self.bias:+.1%}"
@@ -195,7 +195,7 @@ def _fit_table(kind: Kind, steps: Sequence[MeasuredStep]) -> CostTable:
             np.concatenate(
                 [
                     hat_weights(tokens, load.num_tokens),
-                    hat_weights(context, context_of(load))[1:],  # no context costs nothing
+                    hat_weights(context, context_of(load))[1:],  # No context costs nothing.
                     [terms_of(load)[name] for name in TERMS[kind]],
                 ]
             )
@@ -210,7 +210,7 @@ def _fit_table(kind: Kind, steps: Sequence[MeasuredStep]) -> CostTable:
         expected = np.maximum(rows @ costs, LEAST_SECONDS)
     of_tokens, of_context, per = np.split(costs, [len(tokens), len(tokens) + len(context) - 1])
     return CostTable(
-        CostCurve(tokens, tuple(np.maximum.accumulate(of_tokens).tolist())),  # more never takes less time
+        CostCurve(tokens, tuple(np.maximum.accumulate(of_tokens).tolist())),  # More tokens never take less time.
         CostCurve(context, (0.0, *np.maximum.accumulate(of_context).tolist())),
         dict(zip(TERMS[kind], per.tolist())),
     )
@@ -280,17 +280,17 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     format: int
     model: str
-    parameters: int  # the model's parameters: another model is not simulated with its times
+    parameters: int  # Number of the model's parameters: no other model is simulated with these times.
     backend: str
     device: str
-    created: str  # UTC
-    version: str  # pagoda's version
-    settings: dict[str, str | int]  # settings of the engine whose steps were measured
+    created: str  # UTC time at which the file was written.
+    version: str  # The version of pagoda that wrote the file.
+    settings: dict[str, str | int]  # Settings of the engine whose steps were measured.
     machine: MeasuredPlatform
     prefers_extents: bool
     kv_cache_bytes: int
-    block_bytes: list[int]  # bytes of a block, by pool
-    block_elements: list[int]  # elements of a block, by pool
+    block_bytes: list[int]  # Bytes of a block, by pool.
+    block_elements: list[int]  # Elements of a block, by pool.
     weight_bytes: int
     host: HostCosts
     fit: Fit
@@ -373,7 +373,7 @@ def settings_of(options: BackendOptions) -> dict[str, str | int]:
 def _schemes(options: BackendOptions) -> str:
     """Return the kinds of quantised matrices of a checkpoint, as text."""
     names = (
-        type(scheme).__name__ + (f" {scheme.kind.name}" if isinstance(scheme, Blocks) else "")
+        type(scheme).__name__ + ("" if isinstance(scheme, ScaledScheme) else f" {scheme.kind.name}")
         for scheme in options.schemes.values()
     )
     return ", ".join(sorted(set(names)))

@@ -61,9 +61,10 @@ class Cluster:
 class ClusterResult:
     """When requests got their first token and ended, in seconds, and sums over the replicas."""
 
-    first_token: npt.NDArray[np.float64]  # [requests]
-    finish: npt.NDArray[np.float64]  # [requests]
-    replica: npt.NDArray[np.int32]  # [requests] that served each; those of a router follow those of the one before
+    first_token: npt.NDArray[np.float64]  # Time of the first token of each request, [requests].
+    finish: npt.NDArray[np.float64]  # Time at which each request ended, [requests].
+    # The replica that served each request, [requests]; replicas of a router have consecutive numbers.
+    replica: npt.NDArray[np.int32]
     steps: int
     preemptions: int
     prompt_tokens: int
@@ -150,8 +151,8 @@ class _Router:
         self._workload = workload
         self._loads: Loads = np.zeros(len(replicas), np.int64)
         self._events: list[tuple[float, int, int]] = []  # (no request ends before, replica, number of the entry)
-        self._entry = [0] * len(replicas)  # number of each replica's newest entry; older ones count no more
-        self._finished: list[tuple[float, int]] = []  # (time, replica) of requests that the router takes to be running
+        self._entry = [0] * len(replicas)  # Number of each replica's newest entry; older entries are void.
+        self._finished: list[tuple[float, int]] = []  # (Time, replica) of requests that the router takes to be running.
         self.replica = np.zeros(len(workload), np.int32)
         """That each request was sent to."""
         self._next = 0
@@ -202,7 +203,7 @@ class _Router:
         self._entry[number] += 1
         heapq.heappush(self._events, (self._replicas[number].next_event(), number, self._entry[number]))
 
-    # --- policies ---
+    # Policies.
 
     def _round_robin(self, request: int) -> int:
         number = self._next

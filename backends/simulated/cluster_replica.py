@@ -53,11 +53,11 @@ class SumModel(Protocol):
 class RequestArrays:
     """Requests in the order of their arrival, each a list of as many entries."""
 
-    arrivals: Sequence[float]  # seconds, ascending
-    prompts: Sequence[int]  # tokens
-    outputs: Sequence[int]  # tokens, at least 1
-    prefixes: Sequence[int] = ()  # number of the prefix that a prompt begins with, or NO_PREFIX; (): none has one
-    prefix_lens: Sequence[int] = ()  # tokens of that prefix
+    arrivals: Sequence[float]  # Arrival times in seconds, ascending.
+    prompts: Sequence[int]  # Tokens of each prompt.
+    outputs: Sequence[int]  # Output tokens of each request, at least 1.
+    prefixes: Sequence[int] = ()  # Number of the prefix of each prompt, or NO_PREFIX; empty: no prompt has one.
+    prefix_lens: Sequence[int] = ()  # Tokens of each prompt's prefix.
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -69,9 +69,9 @@ class ReplicaLimits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    num_blocks: int  # KV blocks without the null block; each holds `block_size` tokens
+    num_blocks: int  # Number of KV blocks, without the null block; each holds `block_size` tokens.
     block_size: int
-    plans_ahead: bool = True  # the next step is planned while one runs
+    plans_ahead: bool = True  # The next step is planned while one runs.
     prefix_caching: bool = True
 
 
@@ -81,8 +81,8 @@ class _PartialPrompt:
 
     request: int
     computed: int
-    wanted: int  # tokens to compute before it samples
-    blocks: int  # blocks that it does not share with other sequences
+    wanted: int  # Tokens to compute before the first one is sampled.
+    blocks: int  # Blocks that it does not share with other sequences.
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class RequestProgress:
     preemptions: int = 0
     steps: int = 0
     hit_tokens: int = 0
-    prompt_tokens: int = 0  # prompt tokens of the requests that were started
+    prompt_tokens: int = 0  # Prompt tokens of all requests that were started.
 
     @classmethod
     def of(cls, size: int) -> RequestProgress:
@@ -107,7 +107,7 @@ class _Prefix:
     """A prefix in the cache."""
 
     blocks: int
-    users: int = 0  # running sequences
+    users: int = 0  # Number of running sequences.
 
 
 @dataclass(slots=True)
@@ -175,33 +175,35 @@ class Replica:
         self._model = model
         self._workload = workload
         self._progress = progress
-        self.finished: list[tuple[float, int]] = []  # (time, request) of those that ended since the caller cleared it
-        self._now = 0.0  # when the next step starts
-        self._horizon = 0.0  # the next plan knows the requests that arrived until then
-        self._arrived: deque[int] = deque()  # requests that no plan knows yet
+        # (Time, request) of those that ended since the caller cleared the list.
+        self.finished: list[tuple[float, int]] = []
+        self._now = 0.0  # Time at which the next step starts.
+        self._horizon = 0.0  # The next plan knows all requests that arrived until this time.
+        self._arrived: deque[int] = deque()  # Requests that no plan knows yet.
         self._waiting: deque[int] = deque()
         self._prefills: list[_PartialPrompt] = []
         # Decoding sequences. A sequence has `base` + `clock` tokens in the cache.
-        self._clock = 0  # steps with decodes so far
-        self._rows: list[int] = []  # request of each
+        self._clock = 0  # Number of steps with decodes so far.
+        self._rows: list[int] = []  # The request of each row.
         self._row_of: dict[int, int] = {}
         self._base: list[int] = []
         self._base_sum = 0
         self._batch_seconds: BatchSeconds = self._load_seconds
         if isinstance(model, SumModel) and model.adds_contexts:
             self._batch_seconds = model.batch_seconds
-        self._ends: list[tuple[int, int]] = []  # heap of (clock after the last token, request)
-        self._phases = [0] * limits.block_size  # rows that need a block at each clock modulo the block size
-        self._own_blocks: dict[int, tuple[int, int]] = {}  # ended request -> its blocks, those of full pages
+        self._ends: list[tuple[int, int]] = []  # Heap of (clock after the last token, request).
+        self._phases = [0] * limits.block_size  # Rows that need a block at each clock modulo the block size.
+        self._own_blocks: dict[int, tuple[int, int]] = {}  # Ended request -> its blocks, and those of full pages.
         self._free = limits.num_blocks
         self._cache = _BlockCache()
-        self._prefix_of: dict[int, tuple[int, int]] = {}  # running request -> its prefix, and blocks of it
-        self._generated: dict[int, int] = {}  # tokens of preempted requests
-        self._ended: list[int] = []  # requests that the newest step ended; the next plan does not know it
-        self._planned = 0  # tokens that decoding sequences have blocks for beyond `clock`
-        self._least_output = 0  # no waiting request has fewer output tokens
+        # Running request -> its prefix, and the blocks that it has of it.
+        self._prefix_of: dict[int, tuple[int, int]] = {}
+        self._generated: dict[int, int] = {}  # Preempted request -> its generated tokens.
+        self._ended: list[int] = []  # Requests that the newest step ended; the next plan does not know that.
+        self._planned = 0  # Tokens beyond `clock` for which decoding sequences have blocks.
+        self._least_output = 0  # No waiting request has fewer output tokens.
 
-    # --- requests ---
+    # Requests.
 
     def add(self, request: int) -> None:
         """Queue a request that arrives now; call `run_until` with its time of arrival first."""
@@ -227,7 +229,7 @@ class Replica:
             steps = min(steps, self._least_output)
         return self._now + steps * self._decode_seconds(1)
 
-    # --- time ---
+    # Time.
 
     def run_until(self, time: float) -> None:
         """Take all steps that start before `time`."""
@@ -277,7 +279,7 @@ class Replica:
         if not self._limits.plans_ahead:
             self._free_ended()
 
-    # --- steps in which only contexts grow ---
+    # Steps in which only contexts grow.
 
     def _decode_seconds(self, steps: int) -> float:
         """Return the time of the last of `steps` decode steps from now."""
@@ -315,7 +317,7 @@ class Replica:
         self._take(self._blocks_of(steps))
         self._take_steps(steps, steps * first + growth * (steps * (steps - 1) / 2), first + growth * (steps - 1))
 
-    # --- steps with prompts ---
+    # Steps with prompts.
 
     def _mixed_step(self) -> None:
         """Take a step that computes prompts, too."""
@@ -389,7 +391,7 @@ class Replica:
             self._row_of[moved] = row
             self._base[row] = base
 
-    # --- rows and blocks ---
+    # Rows and blocks.
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self._limits.block_size)

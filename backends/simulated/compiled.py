@@ -25,9 +25,9 @@ class StepProgram:
 
     tokens: int
     seqs: int
-    context: int  # tokens of the longest sequence that its block tables hold
+    context: int  # Tokens of the longest sequence that the block tables hold.
     decode_only: bool
-    seconds: float  # time of all operations that the compiler estimates
+    seconds: float  # Time of all operations that the compiler estimates.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ReportedPrograms:
 
     source: Path
     steps: tuple[StepProgram, ...]
-    sampling: tuple[tuple[int, float], ...]  # (sequences, seconds), ascending
+    sampling: tuple[tuple[int, float], ...]  # (Sequences, seconds), ascending.
 
     def step(self, load: StepLoad) -> StepProgram:
         """Return the fastest program that holds a step. Raise ConfigError naming the step if none does."""
@@ -65,7 +65,7 @@ class CompiledModel:
 
     roofline: RooflineModel
     programs: ReportedPrograms
-    step_seconds: float  # time to start a step
+    step_seconds: float  # Seconds to start a step.
 
     def seconds(self, load: StepLoad) -> float:
         """Return the time of a step."""

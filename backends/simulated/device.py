@@ -17,22 +17,22 @@ PAUSE: Final = 0.05
 class HostCosts:
     """Seconds of the engine's thread around a step; while the device computes the step before, they take no time."""
 
-    plan_step: float = 0.0  # host time to plan and start a step
-    plan_sequence: float = 0.0  # more host time per sequence of the step
-    start_request: float = 0.0  # more host time per request that starts in the step
-    report_step: float = 0.0  # host time to apply a step's result
-    report_sequence: float = 0.0  # more host time per sequence of the step
-    after_pause: float = 0.0  # added to a step that begins after an idle time of PAUSE
+    plan_step: float = 0.0  # Host time to plan and start a step.
+    plan_sequence: float = 0.0  # Further host time per sequence of the step.
+    start_request: float = 0.0  # Further host time per request that starts in the step.
+    report_step: float = 0.0  # Host time to apply a step's result.
+    report_sequence: float = 0.0  # Further host time per sequence of the step.
+    after_pause: float = 0.0  # Seconds added to a step that begins after an idle time of PAUSE.
 
 
 @dataclass(frozen=True, slots=True)
 class CacheBytes:
     """The KV cache's memory, of one copy of the model."""
 
-    total: int  # bytes for all pools
-    per_block: tuple[int, ...]  # bytes of a block of each pool
-    weights: int = 0  # bytes of the weights beside it
-    spare: bool = False  # the backend allocates blocks beyond those of all rows, which keep prefixes
+    total: int  # Bytes for all pools.
+    per_block: tuple[int, ...]  # Bytes of a block of each pool.
+    weights: int = 0  # Bytes of the weights, beside the pools.
+    spare: bool = False  # The backend allocates blocks beyond those of all rows; they keep prefixes.
 
 
 class SimulatedDevice(Protocol):

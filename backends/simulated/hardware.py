@@ -25,16 +25,16 @@ MIB: Final = 1 << 20
 class ChipSpec:
     """One kind of device."""
 
-    name: str  # the value of --hardware
+    name: str  # The value of --hardware.
     kind: Kind
-    memory: int  # bytes
-    bandwidth: float  # memory bandwidth, bytes/s
-    bfloat16: float  # peak FLOP/s
-    int8: float | None  # None: multiplied as bfloat16
+    memory: int  # Memory in bytes.
+    bandwidth: float  # Memory bandwidth in bytes/s.
+    bfloat16: float  # Peak FLOP/s in bfloat16.
+    int8: float | None  # None: int8 is multiplied as bfloat16.
     float8: float | None
-    link: float  # bytes/s that a device sends in a collective
-    largest: int  # devices that one engine can shard a model across with these links
-    reserved: int  # bytes that the driver, the runtime and compiled programs take
+    link: float  # Bytes/s that a device sends in a collective.
+    largest: int  # Largest number of devices over which one engine can shard a model with these links.
+    reserved: int  # Bytes that the driver, the runtime and compiled programs take.
     devices_per_chip: int = 1
 
     def peak(self, rate: Rate) -> float:
@@ -44,7 +44,7 @@ class ChipSpec:
                 return self.int8 or self.bfloat16
             case "float8":
                 return self.float8 or self.bfloat16
-            case "float32":  # TF32, or six products of bfloat16
+            case "float32":  # Computed in TF32, or in six products of bfloat16.
                 return self.bfloat16 / (2 if self.kind == "gpu" else 6)
             case _:
                 return self.bfloat16
@@ -70,7 +70,7 @@ def _gpu(
         float8=float8,
         link=link,
         largest=8,
-        reserved=1200 * MIB,  # CUDA's context, kernels and the graphs of decode steps
+        reserved=1200 * MIB,  # Memory of CUDA's context, of kernels and of the graphs of decode steps.
     )
 
 
@@ -144,23 +144,24 @@ class Efficiency:
     No share is fitted to the figures that docs/guides/capacity-planning.md compares predictions with.
     """
 
-    products: float  # share of the peak FLOP/s in linear layers of large steps, element-wise operations included
-    weights: float  # share of the memory bandwidth in small steps
-    attention_memory: float  # share of the memory bandwidth in attention of sequences with one token
-    attention_products: float  # share of the peak FLOP/s in attention over prompts
+    products: float  # Share of the peak FLOP/s in linear layers of large steps, with element-wise operations.
+    weights: float  # Share of the memory bandwidth in small steps.
+    attention_memory: float  # Share of the memory bandwidth in attention of sequences with one token.
+    attention_products: float  # Share of the peak FLOP/s in attention over prompts.
     links: float
-    layer_seconds: float  # gaps between the kernels of a layer
-    step_seconds: float  # start of a step, and sampling
-    hop_seconds: float  # latency of a message to a neighbour
-    ring: bool  # collectives go around a ring; else each device reaches all others through a switch
+    layer_seconds: float  # Seconds of the gaps between the kernels of a layer.
+    step_seconds: float  # Seconds to start a step and to sample.
+    hop_seconds: float  # Seconds of latency of a message to a neighbour.
+    ring: bool  # Collectives go around a ring; otherwise devices reach each other through a switch.
 
 
 EFFICIENCY: Final[Mapping[Kind, Efficiency]] = {
-    # products: between the 0.48 of the FP8 peak that TensorRT-LLM's whole engine reaches (Llama 3.1 8B, H100, 2048/128:
-    # 58,700 tokens/s, performance overview v1.0), attention and gaps included, and the 0.75 of FlashAttention 3 (arXiv
-    # 2407.08608), whose prefill is `attention_products` with its causal half masked. Bandwidth: decode kernels of large
-    # batches (FlashInfer, arXiv 2501.01005, figures for H100: 0.7 to 0.85). Gaps: about ten kernels a layer in a CUDA
-    # graph, a microsecond between two; hops: an all-reduce of few bytes over NVLink takes 8 us. These are assumed.
+    # The figures are assumed. `products` lies between the 0.48 of the FP8 peak that TensorRT-LLM's whole engine reaches
+    # (Llama 3.1 8B, H100, 2048/128: 58,700 tokens/s, performance overview v1.0), attention and gaps included, and the
+    # 0.75 of FlashAttention 3 (arXiv 2407.08608), whose prefill is `attention_products` with its causal half masked.
+    # The bandwidth is that of decode kernels of large batches (FlashInfer, arXiv 2501.01005, figures for H100: 0.7 to
+    # 0.85). A CUDA graph has about ten kernels a layer, with a gap of a microsecond between two. An all-reduce of few
+    # bytes over NVLink takes 8 us, which gives the hops.
     "gpu": Efficiency(
         products=0.62,
         weights=0.8,
@@ -172,10 +173,11 @@ EFFICIENCY: Final[Mapping[Kind, Efficiency]] = {
         hop_seconds=4e-6,
         ring=False,
     ),
-    # products, weights: the TPU compiler's schedule of Llama 3 8B on v6e, without attention (this project's
-    # benchmarks/results/tpu-roofline.json): 0.63 and 0.65 of the peak with 1,024 and 2,048 tokens, 0.82 of the
-    # bandwidth with 8. Attention: "Ragged Paged Attention" (arXiv 2604.15464), 0.86 of the bandwidth in decode and 0.73
-    # of the peak in prefill, on v7x. Links and hops: the model of benchmarks/tpu/roofline.py. Gaps are assumed.
+    # `products` and `weights` follow the TPU compiler's schedule of Llama 3 8B on v6e, without attention (this
+    # project's benchmarks/results/tpu-roofline.json): 0.63 and 0.65 of the peak with 1,024 and 2,048 tokens, 0.82 of
+    # the bandwidth with 8. Attention reaches 0.86 of the bandwidth in decode and 0.73 of the peak in prefill on v7x
+    # ("Ragged Paged Attention", arXiv 2604.15464). Links and hops are those of benchmarks/tpu/roofline.py. The gaps are
+    # assumed.
     "tpu": Efficiency(
         products=0.64,
         weights=0.82,

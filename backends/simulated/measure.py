@@ -68,12 +68,12 @@ HOST_STEPS: Final = 40
 class TrialShape:
     """Lengths of the sequences of a step to measure."""
 
-    singles: int  # sequences with one token
-    context: int  # tokens in the cache of each, after the step
-    chunks: tuple[int, ...] = ()  # tokens of each chunk of a prompt
-    before: int = 0  # tokens in the cache before each chunk
-    ends: bool = True  # the chunks end their prompts: a token is sampled after each
-    drafts: int = 0  # drafts of each sequence with one token, beside that token
+    singles: int  # Number of sequences with one token.
+    context: int  # Tokens in the cache of each sequence, after the step.
+    chunks: tuple[int, ...] = ()  # Tokens of each chunk of a prompt.
+    before: int = 0  # Tokens in the cache before each chunk.
+    ends: bool = True  # The chunks end their prompts: a token is sampled after each.
+    drafts: int = 0  # Drafts of each sequence with one token, beside that token.
 
     @property
     def num_tokens(self) -> int:
@@ -246,9 +246,16 @@ def measure_pause(measurer: StepMeasurer, limits: Limits) -> float:
 
 
 def measure_steps(
-    measurer: StepMeasurer, limits: Limits, repeats: int, max_seconds: float, done: Callable[[int, int], None]
+    measurer: StepMeasurer,
+    limits: Limits,
+    repeats: int,
+    max_seconds: float,
+    report_progress: Callable[[int, int], None],
 ) -> list[MeasuredStep]:
-    """Return measured steps of all shapes that there is time for. `done`: called with numbers: measured, in total."""
+    """Return measured steps of all shapes that there is time for.
+
+    `report_progress`: called with the numbers of measured and of all steps.
+    """
     kinds = shapes(limits, measurer.cached_tokens)
     steps = []
     total = sum(map(len, kinds))
@@ -259,7 +266,7 @@ def measure_steps(
             if measurer.clock.now - began > max_seconds / len(kinds):
                 break
             steps.append(measurer.measure(shape, repeats))
-            done(number := number + 1, total)
+            report_progress(number := number + 1, total)
     return steps
 
 
@@ -274,7 +281,7 @@ class TimedBackend:
         self._clock = clock
         self.capabilities = backend.capabilities
         self.plans: list[StepPlan] = []
-        self.spans: list[tuple[float, float]] = []  # start and end of each step whose result was fetched
+        self.spans: list[tuple[float, float]] = []  # Start and end of each step whose result was fetched.
 
     def execute(self, plan: StepPlan) -> _TimedStep:
         self.plans.append(plan)
@@ -388,7 +395,7 @@ def measure_host(backend: Backend, layout: KvLayout, limits: Limits, num_blocks:
     return HostCosts(
         plan_step=planning[0],
         plan_sequence=planning[1],
-        start_request=max(0.0, float(start[-1])),  # the time of starts whose first calls cost least
+        start_request=max(0.0, float(start[-1])),  # The time of those starts whose first calls cost least.
         report_step=reporting[0],
         report_sequence=reporting[1],
     )

@@ -48,7 +48,7 @@ class DraftedSteps:
     model: StepTimeModel
     drafts: int
     rate: float
-    on_device: bool  # a drafter model guesses them
+    on_device: bool  # A drafter model on the device guesses the drafts.
 
     @property
     def tokens(self) -> float:

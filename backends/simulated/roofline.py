@@ -28,7 +28,7 @@ from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Layer, ModelSpec, Moe
-from pagoda.common.weights.quantization.tensors import Activations, Scheme
+from pagoda.common.weights.quantization.schemes import ScaledScheme, Scheme
 
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 _SHARDED_AXES: Final = frozenset("NKFV")
@@ -44,15 +44,15 @@ class ServedModel:
     spec: ModelSpec
     dtype: str = "bfloat16"
     kv_dtype_bytes: int = 2
-    schemes: Mapping[str, Scheme] = field(default_factory=dict)  # parameter -> the scheme that it is quantised with
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)  # Parameter -> the scheme that it is quantised with.
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         """Raise ConfigError if the devices cannot share the model."""
         for mixer in self.spec.mixers:
-            if what := mixer.indivisible(self.tensor_parallel):
+            if part := mixer.indivisible(self.tensor_parallel):
                 raise ConfigError(
-                    "--tensor-parallel-size", f"{self.tensor_parallel} does not divide the model's {what}; use another"
+                    "--tensor-parallel-size", f"{self.tensor_parallel} does not divide the model's {part}; use another"
                 )
 
     @property
@@ -92,10 +92,9 @@ class ServedModel:
     def rate_of(self, name: str) -> Rate:
         """Return the type in which a parameter is multiplied: 8 bits where activations are rounded to them, too."""
         scheme = self.schemes.get(name)
-        activations: Activations | None = getattr(scheme, "activations", None)
-        if activations is not None:
-            return "int8" if activations.numbers == "int8" else "float8"
-        if getattr(scheme, "numbers", None) in ("int4", "e2m1"):
+        if scheme is not None and scheme.activations is not None:
+            return "int8" if scheme.activations.numbers == "int8" else "float8"
+        if isinstance(scheme, ScaledScheme) and scheme.numbers in ("int4", "e2m1"):
             return "bfloat16"
         return "float32" if self.dtype == "float32" else "bfloat16"
 
@@ -105,9 +104,9 @@ class ExpertSeconds:
     """The experts of all mixtures with as many experts, of which a token chooses as many."""
 
     experts: int
-    chosen: int  # experts that a token chooses
-    token: float = 0.0  # products of a token with all its experts
-    all: float = 0.0  # reading every expert
+    chosen: int  # Number of experts that a token chooses.
+    token: float = 0.0  # Seconds for the products of a token with all its experts.
+    all: float = 0.0  # Seconds to read every expert.
 
     def reading(self, tokens: int) -> float:
         """Return the time to read the experts that `tokens` tokens choose."""
@@ -118,11 +117,11 @@ class ExpertSeconds:
 class AttentionSeconds:
     """The attention of all layers whose queries see equally many tokens."""
 
-    span: int | None  # tokens; None: all
-    read: float = 0.0  # time to read the cache, per attended token and sequence
-    pair: float = 0.0  # products, of sequences with one token
-    prefill_pair: float = 0.0  # products, of sequences with several
-    scan_read: float = 0.0  # time to scan a token of the context
+    span: int | None  # Number of tokens that a query attends to; None: all.
+    read: float = 0.0  # Seconds to read the cache, per attended token and sequence.
+    pair: float = 0.0  # Seconds for the products of sequences with one token, per pair.
+    prefill_pair: float = 0.0  # Seconds for the products of sequences with several tokens, per pair.
+    scan_read: float = 0.0  # Seconds to scan a token of the context.
     scan_pair: float = 0.0
 
     def decode(self, context: Int64) -> float:
@@ -166,18 +165,18 @@ class AttentionSeconds:
 class RooflineModel:
     """A StepTimeModel by the roofline of one device. All times in seconds; see `hardware_model`."""
 
-    token: float  # products of a token with the weights of all layers but experts
-    weights: float  # reading these weights
+    token: float  # Seconds for the products of a token with the weights of all layers but experts.
+    weights: float  # Seconds to read these weights.
     experts: tuple[ExpertSeconds, ...]
-    sampled: float  # products of a position with the head, and its logits
-    head: float  # reading the head
+    sampled: float  # Seconds for the products of a position with the head, and for its logits.
+    head: float  # Seconds to read the head.
     attention: tuple[AttentionSeconds, ...]
-    state: float  # reading and writing the recurrent state of a sequence
-    recurrence: float  # time of the recurrence, per token
-    exchanged: float  # time of exchanges between tensor-parallel devices, per token
-    exchanged_row: float  # time of these exchanges per sampled position
-    fixed: float  # gaps, and the latency of exchanges
-    drafter: StepTimeModel | None = None  # None: guesses are made by the host, or take no time
+    state: float  # Seconds to read and write the recurrent state of a sequence.
+    recurrence: float  # Seconds of the recurrence, per token.
+    exchanged: float  # Seconds of exchanges between tensor-parallel devices, per token.
+    exchanged_row: float  # Seconds of these exchanges, per sampled position.
+    fixed: float  # Seconds of the gaps, and of the latency of exchanges.
+    drafter: StepTimeModel | None = None  # None: the host guesses the drafts, or guessing takes no time.
 
     def seconds(self, load: StepLoad) -> float:
         """Return the time of a step."""
@@ -272,10 +271,11 @@ def hardware_model(
     spec = served.spec
     layers = len(spec.layers)
     exchanges = _Exchanges(served.tensor_parallel, chip, reached)
-    reductions = 1 + sum(_reductions(layer) for layer in spec.layers)  # the embedding has one
+    reductions = 1 + sum(_reductions(layer) for layer in spec.layers)  # The embedding has one reduction.
     state = 2 * _STATE_BYTES * sum(_state_elements(served)) / (chip.bandwidth * reached.weights)
     recurrence = sum(mixer.work().token_flops for mixer in spec.mixers) / served.tensor_parallel
-    logits = 8 * spec.vocab / served.tensor_parallel / (chip.bandwidth * reached.weights)  # float32: written, read
+    # Logits are float32; they are written and read.
+    logits = 8 * spec.vocab / served.tensor_parallel / (chip.bandwidth * reached.weights)
     return RooflineModel(
         token=linear.token,
         weights=linear.weights,

@@ -17,11 +17,11 @@ Int64 = npt.NDArray[np.int64]
 class StepLoad:
     """What one step computes, as far as its time depends on it. S: sequences, decodes first."""
 
-    query_lens: Int64  # [S] tokens computed of each sequence, its drafts included; all positive
-    context_lens: Int64  # [S] tokens in its KV cache after the step, the computed ones included
-    num_sampled: int  # positions with logits: one per sequence that samples, and one per draft
-    num_drafts: int = 0  # tokens of the step that are drafts to verify
-    num_guesses: int = 0  # tokens that a drafter model proposes after the step, over all sequences
+    query_lens: Int64  # [S] tokens computed of each sequence, its drafts included; all are positive.
+    context_lens: Int64  # [S] tokens in the KV cache of each sequence after the step.
+    num_sampled: int  # Number of positions with logits: one per sequence that samples, and one per draft.
+    num_drafts: int = 0  # Number of the step's tokens that are drafts to verify.
+    num_guesses: int = 0  # Number of tokens that a drafter model proposes after the step, over all sequences.
 
     @classmethod
     def of(cls, plan: StepPlan, rejected: npt.NDArray[np.int32] | None = None) -> StepLoad:

@@ -56,7 +56,7 @@ from pagoda.backends.torch_cuda.model.mixers.registry import MIXERS
 from pagoda.backends.torch_cuda.model.parameters import Empty
 from pagoda.backends.torch_cuda.parallel import ranks
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard, comm_of
-from pagoda.backends.torch_cuda.supported import packed_scheme
+from pagoda.backends.torch_cuda.schemes import packed_scheme
 from pagoda.backends.torch_cuda.weights.load import Loader, packing
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES

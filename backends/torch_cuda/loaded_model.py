@@ -28,7 +28,7 @@ from pagoda.backends.torch_cuda.memory.offload import Offload, choose_layers
 from pagoda.backends.torch_cuda.memory.plan import check_weights
 from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
-from pagoda.backends.torch_cuda.model.drafters import CudaDraftDecoder, DrafterBuild
+from pagoda.backends.torch_cuda.model.drafters import CudaDraftModel, DrafterBuild
 from pagoda.backends.torch_cuda.model.mixers.attention import attentions
 from pagoda.backends.torch_cuda.model.mixers.latent_attention import latent_attentions
 from pagoda.backends.torch_cuda.model.mixers.registry import ops_of
@@ -40,14 +40,14 @@ from pagoda.common.backend import Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.sampling.rules import SamplerOptions
+from pagoda.common.engine.sampling.processors import SamplerOptions
 from pagoda.common.engine.steps.shapes import GraphSizes
 from pagoda.common.models.drafters import DrafterSpec, mixers_of
 from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.lora.weights import LoraOptions
-from pagoda.common.weights.quantization.tensors import Scheme
+from pagoda.common.weights.quantization.schemes import Scheme
 
 if TYPE_CHECKING:
     from pagoda.backends.torch_cuda.model.transformers_decoder import CudaTransformersDecoder
@@ -172,7 +172,7 @@ class LoadedModel:
     sampler: CudaSampler
     buffers: DecodeBuffers
     adapters: CudaAdapters | None = None
-    drafter: CudaDraftDecoder | None = None
+    drafter: CudaDraftModel | None = None
 
     @property
     def adapter_bytes(self) -> int:
@@ -230,7 +230,7 @@ def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> L
         adapters=adapters,
     )
     weight_bytes = loader.params.num_bytes - on_host.saved
-    return LoadedModel(loader, weight_bytes, decoder, *_sampling_parts(config), adapters)
+    return LoadedModel(loader, weight_bytes, decoder, _make_sampler(config), _make_buffers(config), adapters)
 
 
 def _make_adapters(config: RankConfig, spec: ModelSpec, empty: Empty) -> CudaAdapters | None:
@@ -249,37 +249,36 @@ def _load_transformers(config: RankConfig, spec: TransformersSpec, weights: Iter
     if config.device.is_gpu:
         check_weights(config.device, config.cache, decoder.num_bytes, quantised=False)
     decoder.place()
-    return LoadedModel(None, decoder.num_bytes, decoder, *_sampling_parts(config))
+    return LoadedModel(None, decoder.num_bytes, decoder, _make_sampler(config), _make_buffers(config))
 
 
-def _sampling_parts(config: RankConfig) -> tuple[CudaSampler, DecodeBuffers]:
+def _make_sampler(config: RankConfig) -> CudaSampler:
     limits = config.limits
-    vocab = config.spec.vocab
-    device = config.device
-    pages = -(-limits.max_model_len // limits.block_size)
-    return (
-        CudaSampler(
-            vocab,
-            limits.max_num_seqs,
-            limits.max_model_len,
-            device,
-            config.sampling,
-            limits.max_drafts,
-            config.comm,
-            guesses=limits.device_drafts,
-        ),
-        DecodeBuffers(
-            limits.max_num_seqs,
-            len(config.layout.groups),
-            pages,
-            vocab,
-            device.torch,
-            limits.block_size,
-            limits.max_drafts,
-            0 if config.lora is None else config.lora.slots,
-            guesses=limits.device_drafts,
-            pieces=config.pieces,
-        ),
+    return CudaSampler(
+        config.spec.vocab,
+        limits.max_num_seqs,
+        limits.max_model_len,
+        config.device,
+        config.sampling,
+        limits.max_drafts,
+        config.comm,
+        guesses=limits.device_drafts,
+    )
+
+
+def _make_buffers(config: RankConfig) -> DecodeBuffers:
+    limits = config.limits
+    return DecodeBuffers(
+        limits.max_num_seqs,
+        len(config.layout.groups),
+        -(-limits.max_model_len // limits.block_size),
+        config.spec.vocab,
+        config.device.torch,
+        limits.block_size,
+        limits.max_drafts,
+        0 if config.lora is None else config.lora.slots,
+        guesses=limits.device_drafts,
+        pieces=config.pieces,
     )
 
 

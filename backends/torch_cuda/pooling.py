@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts, make_packed
 from pagoda.backends.reference.model.ops import to_torch
 from pagoda.backends.reference.model.pooler import PoolPrompts, ReferencePooler
 from pagoda.backends.reference.profiler import TorchTracer
@@ -22,14 +20,15 @@ from pagoda.backends.torch_cuda.execution.stream import DeviceStream, DeviceToHo
 from pagoda.backends.torch_cuda.execution.warmup import CompileCounter
 from pagoda.backends.torch_cuda.memory.plan import GIB
 from pagoda.backends.torch_cuda.model.feed_forward import block_makers
-from pagoda.backends.torch_cuda.model.mixers.attention.packed import SharedKeysValues
 from pagoda.backends.torch_cuda.model.mixers.registry import MIXERS, ops_of
 from pagoda.backends.torch_cuda.model.parameters import RankParams
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, rotary_tables
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, RankShard
 from pagoda.backends.torch_cuda.weights.load import Loader
-from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
+from pagoda.backends.torch_decoder.decoder import TorchModel, packed_mixers
+from pagoda.backends.torch_decoder.mixers.packed_attention import SharedCaches
 from pagoda.backends.torch_decoder.ops import MixerStep
+from pagoda.backends.torch_decoder.packed import PackedPrompts, make_packed
 from pagoda.common.backend import Capabilities, PoolingOptions, Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.nested.profiler import ProfilerConfig
@@ -170,30 +169,23 @@ class TorchCudaPooling:
         self._compiles.unwatch()
 
 
-class CudaEncoder:
+class CudaEncoder(TorchModel):
     """A batch of whole prompts in, hidden states out, in one pass and without synchronizing with the host."""
 
     def __init__(self, spec: ModelSpec, params: RankParams, device: Device, max_len: int) -> None:
         params = params.with_shared_blocks(spec.shared_blocks)
         build = CudaBuildContext(params, device, SINGLE_RANK, own_kernels(device), spec.width)
         tables = rotary_tables(spec.ropes, max_len, device.torch)
-        readers = Counter(numbers for layer in spec.cache_numbers for numbers in layer)
-        shared = frozenset(number for numbers, count in readers.items() for number in numbers if count > 1)
-        self.embed = TokenEmbedding(spec.embedding, build)
 
-        def make(mixer: Mixer, prefix: str, numbers: tuple[int, ...]) -> MixerStep:
-            number = numbers[0] if numbers and numbers[0] in shared else None
+        def make(mixer: Mixer, prefix: str, number: int | None) -> MixerStep:
             return ops_of(mixer).packed(mixer, tables, build, prefix, number)
 
-        self.stack = DecoderStack(spec, build, block_makers(build, make))
-        self.embed_out = build.linear("embed_out") if params.get("embed_out") is not None else None
+        super().__init__(spec, build, block_makers(build, packed_mixers(spec, make)))
 
     def hidden(self, batch: PackedPrompts) -> Tensor:
         """Return hidden states [T, D] after the last norm."""
-        x = self.embed(batch.token_ids, batch.positions, batch.token_types)
-        kept: SharedKeysValues = {}
-        hidden = self.stack(batch.token_ids, x, batch, kept)
-        return hidden if self.embed_out is None else self.embed_out(hidden)
+        kept: SharedCaches = {}
+        return self.encoded(batch.token_ids, batch.positions, batch.token_types, batch, kept)
 
 
 def _plan(length: int, count: int) -> PoolPlan:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,9 +27,9 @@ from pagoda.backends.torch_cuda.kernels.sampling.logprobs import logprobs
 from pagoda.backends.torch_cuda.kernels.sampling.top_k_top_p import top_k_top_p
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, Comm
 from pagoda.common.config.memory import available_bytes
-from pagoda.common.engine.sampling.batch_processors import LogitsBatch, edit_rows
 from pagoda.common.engine.sampling.logit_edits import LogitEdits
-from pagoda.common.engine.sampling.rules import USUAL, SamplerOptions
+from pagoda.common.engine.sampling.processors import USUAL, BatchProcessor, SamplerOptions, edit_rows
+from pagoda.common.engine.sampling.rules import NO_HISTORY
 from pagoda.common.engine.sampling.state import (
     RowTable,
     SampledRows,
@@ -44,18 +43,8 @@ from pagoda.common.engine.sampling.state import (
 )
 from pagoda.common.engine.steps.contract import Int32, RowStart, StepPlan, TokenLogprobs, TokenMasks
 from pagoda.common.engine.steps.pending import FetchLogprobs
-from pagoda.common.sampling_params import params_of
 
 logger = logging.getLogger(__name__)
-
-
-NO_HISTORY: Final[Mapping[str, Any]] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "bad_words": (),
-}
-"""The rules that read earlier tokens, without effect."""
 
 
 class TokenHistory:
@@ -139,7 +128,7 @@ class CudaSampler:
         self.max_drafts = max_drafts
         self.rows = RowTable(max_rows)
         self._dense: WeakKeyDictionary[LogitEdits, Tensor] = WeakKeyDictionary()
-        self._batch = LogitsBatch.of(options, params_of)
+        self._batch = options.batch_processor()
         self.failed: dict[int, str] = {}  # sequence of the newest step -> why its logits processor failed
         self._refused: dict[int, str] = {}  # row -> why its tokens cannot be kept
         last, rejected = torch.zeros((2, max_rows + 1), dtype=torch.int32, device=device.torch)
@@ -368,7 +357,7 @@ class CudaSampler:
         logits[indices] = edited
         self.failed = {int(sampled.indices[row]): why for row, why in failed.items()}
 
-    def _process_scaled(self, batch: LogitsBatch, logits: Tensor, sampled: SampledRows) -> None:
+    def _process_scaled(self, batch: BatchProcessor, logits: Tensor, sampled: SampledRows) -> None:
         """Run those processors of the batch that keep the best token, after the penalties."""
         indices = self._send(sampled.indices)
         temperatures = self._send(self.rows.columns["temperature"][sampled.rows])[:, None]

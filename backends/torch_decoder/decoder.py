@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backends.torch_decoder.layers import make_layers
-from pagoda.backends.torch_decoder.ops import BlockMakers, DecoderOps, InsertedRows, LayerStep, Stream
+from pagoda.backends.torch_decoder.ops import BlockMakers, DecoderOps, InsertedRows, LayerStep, MixerStep, Stream
 from pagoda.backends.torch_decoder.streams import make_first_streams, run_layers
+from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.spec import Embedding, ModelSpec
 
 Wrap = Callable[[Sequence[LayerStep]], tuple[LayerStep, ...]]
@@ -98,3 +100,44 @@ class DecoderStack:
             stream = layer(stream, *mixer_inputs)
         residual, update = stream
         return self.final_norm(update, residual)[0], torch.cat([inputs[index] for index in captured], -1)
+
+
+class TorchModel:
+    """The parts of every decoder and encoder: embedding, layers with the final norm, and what comes before the head."""
+
+    def __init__(self, spec: ModelSpec, ops: DecoderOps, makers: BlockMakers, wrap: Wrap = tuple) -> None:
+        self.spec = spec
+        self.embed = TokenEmbedding(spec.embedding, ops)
+        self.stack = DecoderStack(spec, ops, makers, wrap)
+        self.embed_out = ops.linear("embed_out") if ops.has("embed_out") else None
+
+    def encoded(
+        self, token_ids: Tensor, positions: Tensor, token_types: Tensor | None, *mixer_inputs: object
+    ) -> Tensor:
+        """Return what a head or a pooler reads, [T, n], of whole prompts: token_ids, positions, token_types [T]."""
+        x = self.embed(token_ids, positions, token_types)
+        return self.head_input(self.stack(token_ids, x, *mixer_inputs))
+
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """Return what the head reads, [R, n] of hidden states [R, D]."""
+        return hidden if self.embed_out is None else self.embed_out(hidden)
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Return the head's results float32 [R, V], scaled and capped in place as the model specifies."""
+        if self.spec.logit_scale != 1.0:
+            logits *= self.spec.logit_scale
+        if (cap := self.spec.logit_softcap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
+
+
+def packed_mixers(
+    spec: ModelSpec, packed: Callable[[Mixer, str, int | None], MixerStep]
+) -> Callable[[Mixer, str, tuple[int, ...]], MixerStep]:
+    """Return how an encoder's mixers are made. `packed`: the last: number of the cache that several mixers read."""
+    readers = Counter(number for layer in spec.cache_numbers for mixer in layer for number in mixer)
+
+    def make(mixer: Mixer, prefix: str, numbers: tuple[int, ...]) -> MixerStep:
+        return packed(mixer, prefix, numbers[0] if numbers and readers[numbers[0]] > 1 else None)
+
+    return make

@@ -1,70 +1,177 @@
-"""Drafter models: hidden states of the target and tokens -> the next guesses, greedily. D: width."""
+"""Drafter models: hidden states of the target and tokens -> the next guesses, greedily.
+
+A drafter runs first on all tokens of a step, so that its caches stay complete, then on one token per sequence for each
+further guess. Axis letters: T tokens, S sequences, D width, W width of what is read of the target, V vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
-from pagoda.backends.torch_decoder.ops import BlockMakers, DecoderOps, Linear
+from pagoda.backends.torch_decoder.ops import BlockMakers, DecoderOps, Linear, MixerStep
+from pagoda.common.backend import Weight
 from pagoda.common.models.drafters import (
     AttendedInputs,
+    DrafterSpec,
     FeatureDrafter,
     HeadsDrafter,
     JoinedInputs,
     StagesDrafter,
+    drafter_params,
 )
+from pagoda.common.models.mixers import Mixer
+from pagoda.common.models.shapes import checked, lacking
+from pagoda.common.weights.quantization.tensors import Array, QuantizedTensor
+
+BatchT = TypeVar("BatchT")
 
 
-class FeatureLayers:
+@dataclass(frozen=True, slots=True)
+class DraftTokens(Generic[BatchT]):
+    """The tokens that a drafter reads in one pass, and what it reads beside them."""
+
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T], those of the tokens before them if the drafter `reads_next`
+    batch: BatchT  # what the backend's mixers read
+    features: Tensor | None  # [T, W] of the target in the first pass, else the drafter's own of the pass before
+
+
+class DraftModel(ABC, Generic[BatchT]):
+    """A loaded drafter."""
+
+    num_bytes: int  # of its own weights
+    reads_next: bool  # at each position the token after it, with a hidden state; else that token alone
+
+    def first(self, tokens: DraftTokens[BatchT]) -> Tensor:
+        """Run on all tokens of a step. Return what the first guesses are made of, [T, D]."""
+        return self.run(tokens)
+
+    @abstractmethod
+    def run(self, tokens: DraftTokens[BatchT]) -> Tensor:
+        """Run on the guesses before, one token per sequence. Return what the next guesses are made of, [S, D]."""
+
+    @abstractmethod
+    def guess(self, number: int, last: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the guesses `number`, from 0, int64 [S], and the features [S, D] that the next pass reads.
+
+        `last` [S, D]: what a pass returned of each sequence's last token; token_ids [S]: those tokens.
+        """
+
+    def records(self, num_tokens: int) -> bool:
+        """Return whether a pass over sequences with a token each is recorded as a program, and then repeated."""
+        return False
+
+
+def load_params(
+    spec: DrafterSpec, weights: Iterable[Weight], place: Callable[[Array, bool], Tensor]
+) -> dict[str, Tensor]:
+    """Return every parameter of a drafter, dequantised. Raise WeightError.
+
+    `place`: returns the tensor of an array; the second argument: the parameter is kept in float32.
+    """
+    expected = drafter_params(spec)
+    exact = {name for name, param in expected.items() if param.float32}
+    tensors = {}
+    for name, value in checked(weights, expected):
+        tensors[name] = place(value.dequantize() if isinstance(value, QuantizedTensor) else value, name in exact)
+    if expected:
+        raise lacking(expected)
+    return tensors
+
+
+class LanguageModel(DraftModel[BatchT]):
+    """A language model that reads tokens alone."""
+
+    reads_next = False
+
+    def __init__(
+        self,
+        hidden: Callable[[DraftTokens[BatchT]], Tensor],
+        logits: Linear,
+        num_bytes: int,
+        records: Callable[[int], bool] | None = None,
+    ) -> None:
+        """`hidden`: runs the model, [T, D]; `logits`: of hidden states, [S, V]; `records`: see `DraftModel`."""
+        self.num_bytes = num_bytes
+        self._hidden = hidden
+        self._logits = logits
+        self._records = records
+
+    def run(self, tokens: DraftTokens[BatchT]) -> Tensor:
+        return self._hidden(tokens)
+
+    def guess(self, number: int, last: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self._logits(last).argmax(-1), None
+
+    def records(self, num_tokens: int) -> bool:
+        return self._records is not None and self._records(num_tokens)
+
+
+class FeatureModel(DraftModel[BatchT]):
     """Layers over embeddings and hidden states of the target."""
+
+    reads_next = True
 
     def __init__(
         self,
         spec: FeatureDrafter,
         ops: DecoderOps,
         makers: BlockMakers,
+        *,
+        mixer_inputs: Callable[[DraftTokens[BatchT]], tuple[object, ...]],
         head: Linear,
         embed_out: Linear | None,
         target_ids: Tensor | None,
+        num_bytes: int,
     ) -> None:
         """`head`, `embed_out`: its own or the target's. `target_ids`: what is added to a guess for the target's token.
 
-        The caches of the attention in front of the layers, if any, have the first numbers.
+        `mixer_inputs`: what the mixers read beside rows. The caches of the attention in front of the layers, if any,
+        have the first numbers.
         """
         inputs = spec.inputs
         first = len(spec.caches) - len(spec.model.caches)
-        own = replace(makers, mixer=lambda mixer, name, at: makers.mixer(mixer, name, tuple(first + n for n in at)))
+
+        def mixer_of_layer(mixer: Mixer, prefix: str, numbers: tuple[int, ...]) -> MixerStep:
+            return makers.mixer(mixer, prefix, tuple(first + number for number in numbers))
+
+        self.num_bytes = num_bytes
         self.spec = spec
         self.embed = TokenEmbedding(spec.model.embedding, ops)
-        self.stack = DecoderStack(spec.model, ops, own)
+        self.stack = DecoderStack(spec.model, ops, replace(makers, mixer=mixer_of_layer))
         self.embed_norm = ops.norm(inputs.embed_norm, "inputs.embed_norm")
         self.hidden_norm = ops.norm(inputs.hidden_norm, "inputs.hidden_norm")
         self.project = ops.linear("inputs.project")
         self.attend = None
         if isinstance(inputs, AttendedInputs):
             self.attend = makers.mixer(inputs.attention, "inputs.attention", (0,))
+        self.mixer_inputs = mixer_inputs
         self.head = head
         self.embed_out = embed_out
         self.target_ids = None
         if target_ids is not None:
             self.target_ids = torch.arange(len(target_ids), device=target_ids.device) + target_ids.long()
 
-    def read(self, features: Tensor) -> Tensor:
-        """Return what the first pass reads of the target's hidden states [T, W]."""
-        return features if self.attend is None else self.project(features)
+    def first(self, tokens: DraftTokens[BatchT]) -> Tensor:
+        """Of attended inputs the target's hidden states [T, W] are projected to the drafter's width first."""
+        if self.attend is None or tokens.features is None:
+            return self.run(tokens)
+        return self.run(replace(tokens, features=self.project(tokens.features)))
 
-    def run(self, token_ids: Tensor, positions: Tensor, features: Tensor, *mixer_inputs: object) -> Tensor:
-        """Return the output of the last layer [T, D]. `positions`: of the tokens before token_ids [T]."""
-        x = self._input(token_ids, positions, features, *mixer_inputs)
-        return self.stack.without_norm(x, *mixer_inputs)
+    def run(self, tokens: DraftTokens[BatchT]) -> Tensor:
+        """Return the output of the last layer [T, D]."""
+        mixer_inputs = self.mixer_inputs(tokens)
+        return self.stack.without_norm(self._input(tokens, mixer_inputs), *mixer_inputs)
 
-    def guess(self, last: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the guesses int64 [S] after outputs of the last layer [S, D], and what the next pass reads of them."""
+    def guess(self, number: int, last: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         normed = self.stack.final_norm(last, None)[0]
         vocab = self.spec.head_vocab or self.spec.model.vocab  # without the padding of a sharded head
         scores = self.head(normed if self.embed_out is None else self.embed_out(normed))[:, :vocab]
@@ -73,14 +180,16 @@ class FeatureLayers:
             token_ids = self.target_ids[token_ids]
         return token_ids, normed if self.spec.chains_normed else last
 
-    def _input(self, token_ids: Tensor, positions: Tensor, features: Tensor, *mixer_inputs: object) -> Tensor:
+    def _input(self, tokens: DraftTokens[BatchT], mixer_inputs: tuple[object, ...]) -> Tensor:
         """Return what the first layer reads, [T, D]."""
         inputs = self.spec.inputs
-        embeds = self.embed(token_ids, positions + 1)
+        features = tokens.features
+        assert features is not None, "of the target, or of the pass before"
+        embeds = self.embed(tokens.token_ids, tokens.positions + 1)
         normed = self.hidden_norm(features, None)[0]
         if isinstance(inputs, JoinedInputs):
             if inputs.blank_first:
-                embeds = embeds * (positions > 0)[:, None]
+                embeds = embeds * (tokens.positions > 0)[:, None]
             parts = [self.embed_norm(embeds, None)[0], normed]
             return self.project(torch.cat(parts[::-1] if inputs.hidden_first else parts, -1))
         assert self.attend is not None, "other inputs are attended to"
@@ -88,11 +197,24 @@ class FeatureLayers:
         return (normed if inputs.norms_residual else features) + self.attend(both, *mixer_inputs)
 
 
-class HeadsGuesser:
+class FeaturesAlone(DraftModel[BatchT]):
+    """A drafter without layers: its passes compute nothing."""
+
+    reads_next = True
+
+    def run(self, tokens: DraftTokens[BatchT]) -> Tensor:
+        assert tokens.features is not None, "of the target, or of the guess before"
+        return tokens.features
+
+
+class HeadsModel(FeaturesAlone[BatchT]):
     """A head per guess."""
 
-    def __init__(self, spec: HeadsDrafter, linear: Callable[[str], Linear], head: Callable[[str], Linear]) -> None:
+    def __init__(
+        self, spec: HeadsDrafter, linear: Callable[[str], Linear], head: Callable[[str], Linear], num_bytes: int
+    ) -> None:
         """`linear`, `head`: return the linear map of a name, a head's with results in float32 where they are."""
+        self.num_bytes = num_bytes
         self.heads = [
             (
                 [linear(f"heads.{number}.blocks.{block}") for block in range(spec.blocks)],
@@ -101,12 +223,12 @@ class HeadsGuesser:
             for number in range(spec.heads)
         ]
 
-    def guess(self, number: int, hidden: Tensor) -> Tensor:
-        """Return the guesses `number`, int64 [S], of hidden states [S, D]."""
+    def guess(self, number: int, last: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         blocks, head = self.heads[number]
+        hidden = last
         for block in blocks:
             hidden = hidden + F.silu(block(hidden))
-        return head(hidden).argmax(-1)
+        return head(hidden).argmax(-1), last
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +242,23 @@ class StageParams:
     table: Tensor
 
 
-class StagesGuesser:
+class StagesModel(FeaturesAlone[BatchT]):
     """A stage per guess over a state and the token before."""
 
-    def __init__(self, spec: StagesDrafter, stages: Sequence[StageParams]) -> None:
-        self.spec = spec
-        self.stages = tuple(stages)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         spec: StagesDrafter,
         linear: Callable[[str], Linear],
         head: Callable[[str], Linear],
         tensor: Callable[[str], Tensor],
-    ) -> StagesGuesser:
-        """Return the stages of these linear maps, heads and tensors by name, each of which is taken once."""
+        num_bytes: int,
+    ) -> None:
+        """`linear`, `head`, `tensor`: return a linear map, head or tensor by name; each is taken once."""
+        self.num_bytes = num_bytes
+        self.spec = spec
         sources = range(1 if spec.tied else spec.stages)
         projections = [linear(f"stages.{stage}.project") for stage in range(2 if spec.tied else spec.stages)]
-        own = [
+        stages = [
             StageParams(
                 projections[stage],
                 norm=tensor(f"stages.{stage}.norm"),
@@ -148,16 +268,14 @@ class StagesGuesser:
             )
             for stage in sources
         ]
-        if not spec.tied:
-            return cls(spec, own)
-        return cls(spec, [replace(own[0], project=projections[min(stage, 1)]) for stage in range(spec.stages)])
+        if spec.tied:
+            stages = [replace(stages[0], project=projections[min(stage, 1)]) for stage in range(spec.stages)]
+        self.stages = tuple(stages)
 
-    def first_state(self, hidden: Tensor) -> Tensor:
-        """Return the state [S, D] before the first stage, of the target's hidden states."""
-        return self._scaled(hidden) * 0.5**0.5 if self.spec.scales_input else hidden
-
-    def guess(self, number: int, state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the guesses `number`, int64 [S], after a state [S, D] and tokens [S], and the next state."""
+    def guess(self, number: int, last: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        state = last
+        if number == 0 and self.spec.scales_input:
+            state = self._scaled(last) * 0.5**0.5
         stage = self.stages[number]
         embeds = F.embedding(token_ids, stage.table).to(state.dtype)
         mixed = self._scaled(stage.project(state) + self.spec.embedding_weight * embeds)

@@ -6,11 +6,13 @@ fuse each addition into the norm that follows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from pagoda.backends.torch_decoder.feed_forward import make_ffn
 from pagoda.backends.torch_decoder.ops import (
     BlockMakers,
     DecoderOps,
@@ -30,8 +32,8 @@ def make_layers(spec: ModelSpec, ops: DecoderOps, makers: BlockMakers) -> tuple[
     for index, (layer, caches) in enumerate(zip(spec.layers, spec.cache_numbers)):
         prefix = f"layers.{index}"
         mixers = [
-            makers.mixer(mixer, f"{prefix}.mixers.{number}", own)
-            for number, (mixer, own) in enumerate(zip(layer.mixers, caches))
+            makers.mixer(mixer, f"{prefix}.mixers.{number}", cache_numbers)
+            for number, (mixer, cache_numbers) in enumerate(zip(layer.mixers, caches))
         ]
         built = DecoderLayer(layer, mixers[layer.block is not None :], ops, makers, prefix)
         if layer.block is None:
@@ -51,7 +53,7 @@ class DecoderLayer:
         norms = spec.norms
         self.ops = ops
         self.mixers = tuple(mixers)
-        self.ffn = None if spec.ffn is None else makers.ffn(spec.ffn, f"{prefix}.ffn")
+        self.ffn = None if spec.ffn is None else make_ffn(spec.ffn, ops, makers, f"{prefix}.ffn")
         self.norm_after_add = spec.norm_after_add
         self.scale = spec.residual_scale
         self.norm_residual = spec.norm_residual
@@ -128,13 +130,29 @@ def _only_readers(spec: Layer, makers: BlockMakers, prefix: str) -> tuple[str | 
     return of_mixer, f"{prefix}.ffn.inner" if isinstance(spec.ffn, Mlp) else None
 
 
+Part = TypeVar("Part")
+
+
+def with_shared_blocks(parts: Mapping[str, Part], owners: Mapping[int, int]) -> dict[str, Part]:
+    """Return the parts of a model with those of input blocks under the names of every layer that uses them.
+
+    `owners`: see `ModelSpec.shared_blocks`.
+    """
+    named = dict(parts)
+    for layer, owner in owners.items():
+        for name, part in parts.items():
+            if name.startswith((f"layers.{owner}.block.", f"layers.{owner}.mixers.0")):
+                named.setdefault(name.replace(f"layers.{owner}.", f"layers.{layer}.", 1), part)
+    return named
+
+
 class InputBlockStep:
     """A transformer block in front of a layer's mixers."""
 
     def __init__(self, spec: InputBlock, attend: MixerStep, ops: DecoderOps, makers: BlockMakers, prefix: str) -> None:
         self.attend = attend
         self.norm, self.ffn_norm = (ops.norm(spec.norm, f"{prefix}.{norm}") for norm in ("norm", "ffn_norm"))
-        self.feed = makers.ffn(spec.ffn, f"{prefix}.ffn")
+        self.feed = make_ffn(spec.ffn, ops, makers, f"{prefix}.ffn")
         self.out = ops.linear(f"{prefix}.out")
 
     def __call__(self, both: Tensor, *mixer_inputs: object) -> Tensor:
@@ -167,7 +185,7 @@ def make_side_moe(
 
     def side(fed: Tensor, x: Tensor) -> Tensor:
         router_input = router(x, None)[0] * x.shape[1] ** -0.5
-        mixed = routed(before(x, None)[0], router_input)
+        mixed = ops.sum_over_ranks(routed(before(x, None)[0], router_input))
         return ffn(fed, None)[0] + after(mixed, None)[0]
 
     return side
@@ -176,7 +194,7 @@ def make_side_moe(
 def make_shortcut(spec: Shortcut, ops: DecoderOps, makers: BlockMakers, prefix: str) -> Linear:
     """Return the mixture around a layer as a function of the layer's input [T, D]."""
     norm = ops.norm(spec.norm, f"{prefix}.norm")
-    mixture = makers.ffn(spec.moe, f"{prefix}.moe")
+    mixture = make_ffn(spec.moe, ops, makers, f"{prefix}.moe")
     return lambda x: mixture(norm(x, None)[0])
 
 

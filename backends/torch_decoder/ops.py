@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.primitives import Norm
-from pagoda.common.models.spec import Activation, Ffn, Moe
+from pagoda.common.models.spec import Activation, Mlp, Moe
 
 Linear = Callable[[Tensor], Tensor]
 """[T, in] -> [T, out]."""
@@ -103,12 +103,25 @@ class DecoderOps(Protocol):
         """Return the stream of a residual stream and two updates."""
         ...
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Return the sigmoid of x [T, n]."""
+        ...
+
+    def summed(self, name: str) -> Linear:
+        """Return the linear map `name`, of whose inputs each rank has a part, with results summed over the ranks."""
+        ...
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """Return the sum of every rank's x [T, D]."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class BlockMakers:
     """How a backend makes the blocks of a layer. All take the prefix of the block's parameters."""
 
     mixer: Callable[[Mixer, str, tuple[int, ...]], MixerStep]  # the last: numbers of its caches
-    ffn: Callable[[Ffn, str], Linear]
-    routed: Callable[[Moe, str, Tensor | None], Routed]  # the last: factors on the experts' outputs [E], or None
+    mlp: Callable[[Mlp, str, Linear, Linear], Linear]  # of its two products; not for learned activations
+    routed: Callable[[Moe, str, Tensor | None], Routed]
+    # A rank's part of the routed experts' output. The last: factors on the experts' weights [E], or None.
     only_reader: Callable[[Mixer, str], str | None]  # the linear map that alone reads the mixer's input, if any

@@ -24,7 +24,7 @@ from pagoda.backends.reference.model.quantized import compiled
 from pagoda.backends.reference.model.quantized.groups import grouped
 from pagoda.backends.reference.model.quantized.int8 import OnednnLinear
 from pagoda.common.weights.quantization.on_the_fly import quantize
-from pagoda.common.weights.quantization.tensors import Activations, Int4, Int8
+from pagoda.common.weights.quantization.schemes import Activations, Int4, Int8
 
 SHAPES = ((576, 576), (960, 576), (3072, 576), (576, 1536), (49152, 576), (4096, 4096))
 ROWS = (1, 4, 16, 64, 512)

@@ -163,7 +163,7 @@ def variant(
 
     def run(cache: Any, q: Any, new: Any, batch: Any) -> Any:
         return call.variant(
-            q, new, cache, jnp.int32(0), batch, make_knobs(1.0, None, None, None, None, None, None), decode=decode,
+            q, new, cache, jnp.int32(0), batch, make_knobs(1.0), decode=decode,
             batch_invariant=invariant, layout=layout, interpret=False, chip=chip, out_dtype=layout.compute_dtype,
         )  # fmt: skip
 
@@ -178,7 +178,7 @@ def variant(
     )
     compiled = jax.jit(run, donate_argnums=0).lower(*arguments).compile()
     listing = Listing(dump, f"attention_{'decode' if decode else 'mixed'}")
-    knobs = make_knobs(1.0, None, None, None, None, None, None)
+    knobs = make_knobs(1.0)
     tiles = -(-rows // blocks.queries)
     scalars, num_tiles = call.scalar_arguments(jnp.int32(0), batch, knobs, blocks.queries, tiles, decode=decode)
     trace = listing.run([np.asarray(x) for x in (num_tiles, *vars(scalars).values())])

@@ -88,7 +88,7 @@ def latent(dump: Path, chip_name: str, heads: int, case: Case) -> dict[str, Any]
     from pagoda.kernels_pallas.ragged_paged_attention.plan import choose_block_sizes, make_knobs
 
     sharding, chip, layout = one_chip(chip_name), CHIPS[chip_name], LatentLayout(512, 64, "bfloat16", 128)
-    batch, decode, knobs = batch_of(case), case.decodes, make_knobs(1.0, *(None,) * 6)
+    batch, decode, knobs = batch_of(case), case.decodes, make_knobs(1.0)
     rows = len(case.seqs) if decode else sum(new for new, _ in case.seqs)
 
     def run(cache: Any, q: Any, new: Any, batch: Any) -> Any:
@@ -146,7 +146,7 @@ def expanded(dump: Path, chip_name: str, heads: int, case: Case) -> dict[str, An
         CHIPS[chip_name],
         shapes.layout(LatentLayout(512, 64, "bfloat16", 128)),
     )
-    batch, knobs, rows = batch_of(case), make_knobs(1.0, *(None,) * 6), sum(new for new, _ in case.seqs)
+    batch, knobs, rows = batch_of(case), make_knobs(1.0), sum(new for new, _ in case.seqs)
 
     def run(cache: Any, q: Any, batch: Any) -> Any:
         options: dict[str, Any] = {"layout": layout, "interpret": False, "chip": chip, "out_dtype": jnp.bfloat16}
@@ -192,7 +192,7 @@ def selected(dump: Path, chip_name: str, kind: str, heads: int, case: Case) -> d
     args.function(CHIPS[chip_name]).lower(*args.arguments(sharding)).compile()
     size = DECODE_TILE if decode else MIXED_TILE
     scalars, count = call.scalar_arguments(
-        jnp.int32(0), batch, make_knobs(1.0, *(None,) * 6), size, -(-tokens // size), decode=decode
+        jnp.int32(0), batch, make_knobs(1.0), size, -(-tokens // size), decode=decode
     )
     name = f"{'token_selection' if index else 'selected_attention'}_{'decode' if decode else 'mixed'}"
     operands = [np.asarray(x) for x in (count, *vars(scalars).values())]
@@ -233,7 +233,7 @@ def state_operands(case: Case, tokens: int, tile: int, state_bytes: int) -> list
     import jax.numpy as jnp
     import numpy as np
 
-    from pagoda.kernels_pallas.recurrent_state import VISIT_FIELDS, RecurrentBatch, group_size, tile_visits
+    from pagoda.kernels_pallas.recurrent_state import RecurrentBatch, group_size, tile_visits
 
     seqs = len(case.seqs)
     starts = np.concatenate([[0], np.cumsum([new for new, _ in case.seqs])]).astype(np.int32)
@@ -249,7 +249,7 @@ def state_operands(case: Case, tokens: int, tile: int, state_bytes: int) -> list
             first.astype(np.int32),
         ]
     visits, count = tile_visits(RecurrentBatch(*map(jnp.asarray, (starts, blocks, first, counts))), tokens, tile)
-    return [np.asarray(count), layer, *(np.asarray(getattr(visits, name)) for name in VISIT_FIELDS)]
+    return [np.asarray(count), layer, *(np.asarray(x) for x in vars(visits).values())]
 
 
 def recurrence(dump: Path, chip_name: str, shape: str, case: Case) -> dict[str, Any]:

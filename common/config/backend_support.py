@@ -27,8 +27,8 @@ class BackendRule:
     setting: str
     backends: tuple[str, ...]
     status: Literal["no effect", "refused"]
-    reason: str  # with the remedy, if refused; {backend} stands for the backend's name
-    values: tuple[Any, ...] = ()  # that it concerns; empty: all but the default and `accepts`
+    reason: str  # Why, with the remedy if it is refused; {backend} stands for the backend's name.
+    values: tuple[Any, ...] = ()  # Values that the rule concerns; empty: all but the default and `accepts`.
     accepts: tuple[Any, ...] = ()
 
     def concerns(self, value: Any, default: Any) -> bool:
@@ -227,10 +227,10 @@ def status_on(setting: Setting, backend: str) -> BackendStatus:
     if option.status != "implemented":
         return BackendStatus(option.status, option.reason)
     rules = list(rules_of(setting.name, backend)) if setting.config in ENGINE_GROUPS.values() else []
-    whole = next((rule for rule in rules if not rule.values), None)
-    if whole is not None:
-        accepted = f" (accepted: {_words(whole.accepts)})" if whole.accepts else ""
-        return BackendStatus(whole.status, whole.text("it") + accepted)
+    general_rule = next((rule for rule in rules if not rule.values), None)
+    if general_rule is not None:
+        accepted = f" (accepted: {_words(general_rule.accepts)})" if general_rule.accepts else ""
+        return BackendStatus(general_rule.status, general_rule.text("it") + accepted)
     return BackendStatus(
         "implemented", "; ".join(f"{_words(rule.values)} {rule.status}: {rule.text('it')}" for rule in rules)
     )

@@ -23,7 +23,7 @@ from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, Sett
 from pagoda.common.errors import ConfigError
 
 BATCH_SERVER_SETTINGS: Final = (
-    "port",  # of --enable-metrics
+    "port",  # Port of --enable-metrics.
     "response_role",
     "chat_template",
     "default_chat_template_kwargs",
@@ -319,7 +319,8 @@ WITH_ENGINE: Final = (
 """Commands that start or compile an engine; they read its settings from flags, --config and the environment."""
 
 COMMAND_SETTINGS: Final[Mapping[str, Mapping[str, Setting]]] = {
-    name: {**ENGINE_SETTINGS, **own} if name in WITH_ENGINE else own for name, own in OWN_SETTINGS.items()
+    name: {**ENGINE_SETTINGS, **settings} if name in WITH_ENGINE else settings
+    for name, settings in OWN_SETTINGS.items()
 }
 """Command -> all its settings by name. Commands without an engine read flags only: the environment's settings, above
 all the API key, are for a server on this machine, not for the one that they connect to."""

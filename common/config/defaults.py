@@ -38,9 +38,9 @@ class Platform:
     """The devices that an engine runs on."""
 
     kind: Kind
-    memory_bytes: int = 0  # of one device; 0: unknown
-    device_name: str = ""  # GPU: as the driver names it; TPU: V5E, V5P, V6E or V7X; CPU: architecture; empty: unknown
-    world_size: int = 1  # devices that one model is sharded over
+    memory_bytes: int = 0  # Bytes of one device; 0: unknown.
+    device_name: str = ""  # GPU: name by the driver; TPU: V5E, V5P, V6E or V7X; CPU: architecture; empty: unknown.
+    world_size: int = 1  # Number of devices that one model is sharded over.
 
 
 def detect(kind: Kind, world_size: int = 1, *, pci: Path = PCI) -> Platform:
@@ -94,7 +94,7 @@ TPU_TOKENS: Final[Mapping[str, Mapping[Usage, int]]] = {
     "V6E": {"llm": 2048, "server": 1024},
     "V5E": {"llm": 1024, "server": 512},
     "V5P": {"llm": 512, "server": 256},
-    "V7X": {"llm": 2048, "server": 1024},  # as on a V6E, whose ratio of FLOP to bytes is nearest
+    "V7X": {"llm": 2048, "server": 1024},  # The same as on a V6E, whose ratio of FLOP to bytes is nearest.
 }
 TPU_INVARIANT_TOKENS: Final = 256
 """With --batch-invariant, where each step is computed as if it were full: more would slow down decodes."""
@@ -113,13 +113,13 @@ _USES: Final[Mapping[Usage, str]] = {"llm": "the LLM class", "server": "an API s
 class ModelLimits:
     """What a model supports."""
 
-    max_len: int  # tokens
-    max_len_source: str = "the model's maximum context length"  # for "exceeds SOURCE"
-    extensible: bool = True  # longer sequences can be computed; False for learned position embeddings
+    max_len: int  # Maximum length of a sequence in tokens.
+    max_len_source: str = "the model's maximum context length"  # The source that an error names: "exceeds SOURCE".
+    extensible: bool = True  # Longer sequences can be computed; False for learned position embeddings.
     chunked_prefill: bool = True
     prefix_caching: bool = True
-    default_seqs: int | None = None  # sequences at a time by default, if fewer than on the platform
-    pools: bool = False  # each prompt is processed whole, in its own step if over the budget, without a KV cache
+    default_seqs: int | None = None  # Default number of sequences at a time, if fewer than the platform's.
+    pools: bool = False  # Prompts are processed whole and without a KV cache, one over the budget in its own step.
 
 
 @dataclass(frozen=True, slots=True)

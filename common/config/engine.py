@@ -126,19 +126,19 @@ class EngineConfig:
 class Limits:
     """Resolved limits that the engine runs with."""
 
-    max_model_len: int  # tokens of a sequence
-    max_num_batched_tokens: int  # tokens per step
-    max_num_seqs: int  # sequences per step
-    block_size: int  # tokens per KV block
+    max_model_len: int  # Maximum number of tokens of a sequence.
+    max_num_batched_tokens: int  # Maximum number of tokens per step.
+    max_num_seqs: int  # Maximum number of sequences per step.
+    block_size: int  # Number of tokens per KV block.
     chunked_prefill: bool = True
     prefix_caching: bool = True
-    long_prefill_token_threshold: int = 0  # tokens of one prompt per step; 0: unlimited
+    long_prefill_token_threshold: int = 0  # Maximum number of tokens of one prompt per step; 0: unlimited.
     policy: str = "fcfs"
     async_scheduling: bool = True
-    max_drafts: int = 0  # drafts per sequence and step; 0: no speculation
-    device_drafts: bool = False  # drafts are guessed by a drafter model on the device
-    max_draft_len: int | None = None  # no drafts beyond this length of a sequence; None: up to max_model_len
-    max_loras: int = 0  # LoRA adapters that the sequences of a step may use; 0: none
+    max_drafts: int = 0  # Maximum number of drafts per sequence and step; 0: no speculation.
+    device_drafts: bool = False  # A drafter model on the device guesses the drafts.
+    max_draft_len: int | None = None  # A sequence of this length has no more drafts; None: max_model_len.
+    max_loras: int = 0  # Number of LoRA adapters that the sequences of a step may use; 0: none.
 
     @property
     def max_decode_tokens(self) -> int:

@@ -30,13 +30,13 @@ class EnvVar:
     help: str
     aliases: tuple[str, ...] = ()
     status: Status = "implemented"
-    reason: str = ""  # why it has no effect or is refused, with the remedy
-    accepts: tuple[str, ...] = OFF  # values that are accepted although the variable is refused
-    shared: bool = False  # other programs read it too, so it is not warned about
-    maps_to: Callable[[str], Mapping[str, Any]] | None = None  # text -> settings; raises ValueError
-    setting: str = ""  # that it sets; it has an effect on the same backends
-    only: tuple[str, ...] = ()  # backends on which it has an effect; empty: all
-    elsewhere: str = ""  # why it has none on the others
+    reason: str = ""  # Why it has no effect or is refused, with the remedy.
+    accepts: tuple[str, ...] = OFF  # Values that are accepted although the variable is refused.
+    shared: bool = False  # Other programs read it too, so no warning names it.
+    maps_to: Callable[[str], Mapping[str, Any]] | None = None  # Maps its text to settings; raises ValueError.
+    setting: str = ""  # The setting that it sets; it has an effect on the same backends.
+    only: tuple[str, ...] = ()  # Backends on which it has an effect; empty: all.
+    elsewhere: str = ""  # Why it has no effect on the others.
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -431,7 +431,7 @@ ENGINE_ITERATION_TIMEOUT_S: Final = _ours(
 )
 KEEP_ALIVE_ON_ENGINE_DEATH: Final = _ours(
     "KEEP_ALIVE_ON_ENGINE_DEATH",
-    "1: keep the server running after the engine dies; every request then gets HTTP 503.",
+    "1: keep the server running after the engine dies; requests then get HTTP 500, /health HTTP 503 with the cause.",
     "keep_alive_on_engine_death",
 )
 HTTP_TIMEOUT_KEEP_ALIVE: Final = _ours(
@@ -472,11 +472,13 @@ def notes(environ: Mapping[str, str] | None = None, settings: Iterable[str] = ()
     links = sorted(name for name, value in prefixed.items() if is_service_link(name, value))
     others = {name: value for name, value in source.items() if name not in links}
     lines = [note for variable in VARIABLES if (note := variable.note(others)) is not None]
-    known = {name for variable in VARIABLES for name in variable.names} | {
+    known_names = {name for variable in VARIABLES for name in variable.names} | {
         f"PAGODA_{name.upper()}" for name in settings
     }
     lines += [
-        _unknown(name, known) for name in sorted(prefixed) if name in others and name not in known and prefixed[name]
+        _unknown(name, known_names)
+        for name in sorted(prefixed)
+        if name in others and name not in known_names and prefixed[name]
     ]
     if links:
         lines.append(
@@ -486,7 +488,11 @@ def notes(environ: Mapping[str, str] | None = None, settings: Iterable[str] = ()
     return tuple(lines)
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
-    stems = {each.partition("_")[2]: each for each in sorted(known, reverse=True) if each.startswith(PREFIXES)}
+def _unknown(name: str, known_names: Iterable[str]) -> str:
+    stems = {
+        variable.partition("_")[2]: variable
+        for variable in sorted(known_names, reverse=True)
+        if variable.startswith(PREFIXES)
+    }
     near = difflib.get_close_matches(name.partition("_")[2], list(stems), n=1)
     return f"unknown environment variable {name}" + (f"; did you mean {stems[near[0]]}?" if near else "")

@@ -26,10 +26,10 @@ class Option:
     choices: tuple[str, ...] | None
     parse: Callable[[str], Any] | None
     status: Status
-    reason: str  # why it has no effect or is refused; empty if implemented
+    reason: str  # Why it has no effect or is refused; empty if implemented.
     accepts: tuple[Any, ...]
-    refused_values: Mapping[str, str]  # value of vLLM's that is refused -> why, and the remedy
-    same_values: Mapping[str, str]  # other name of a value -> the value
+    refused_values: Mapping[str, str]  # Value of vLLM's that is refused -> why, and the remedy.
+    same_values: Mapping[str, str]  # Other name of a value -> the value.
     deprecated: str | None
     maps_to: MapsTo | None
     stands_for: str
@@ -180,9 +180,9 @@ def comma_separated(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known_words: Iterable[str]) -> str:
     """Return `; did you mean X?` for the closest known name, or an empty string if none is close."""
-    import difflib  # needed for errors only
+    import difflib  # Only errors need this module.
 
-    match = difflib.get_close_matches(word, list(known), n=1)
+    match = difflib.get_close_matches(word, list(known_words), n=1)
     return f"; did you mean {match[0]}?" if match else ""

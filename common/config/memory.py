@@ -14,7 +14,7 @@ class GroupMemory(NamedTuple):
     """Memory of a control group, in bytes."""
 
     limit: int
-    used: int  # without cached files that the kernel drops when memory is short
+    used: int  # Bytes in use, without cached files that the kernel drops when memory is short.
 
 
 class _Files(NamedTuple):
@@ -22,7 +22,7 @@ class _Files(NamedTuple):
 
     limit: str
     used: str
-    reclaimable: str  # key in memory.stat
+    reclaimable: str  # Key of these cached files in memory.stat.
 
 
 _VERSION_1: Final = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -54,7 +54,7 @@ def group_memory(proc: Path = _PROC) -> list[GroupMemory]:
     for folder, files in _folders(proc):
         try:
             limit, used = (int((folder / name).read_text()) for name in (files.limit, files.used))
-        except (OSError, ValueError):  # a file is missing, or the limit is "max"
+        except (OSError, ValueError):  # A file is missing, or the limit is "max".
             continue
         groups.append(GroupMemory(limit, max(0, used - _reclaimable(folder, files))))
     return groups

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -20,6 +20,8 @@ from pagoda.common.config.fields import Option, did_you_mean
 from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.config.without_setting import why_no_setting
 from pagoda.common.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT")
 
 _SWITCH_WORDS: Final = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -34,9 +36,9 @@ _SECRETS: Final = frozenset({"api_key", "hf_token"})
 class Setting:
     """One configuration field, which is a keyword, a flag, a YAML key and an environment variable."""
 
-    config: type[Any]  # the dataclass of the field
+    config: type[Any]  # The dataclass of the field.
     field: str
-    name: str  # keyword; with dashes, flag and YAML key
+    name: str  # The keyword; with dashes, the flag and the YAML key.
     hint: Any
     default: Any
     option: Option
@@ -71,7 +73,7 @@ class Setting:
         """The type without None."""
         if get_origin(self.hint) not in (Union, UnionType):
             return self.hint
-        types = [each for each in get_args(self.hint) if each is not NoneType]
+        types = [member for member in get_args(self.hint) if member is not NoneType]
         return types[0] if len(types) == 1 else Union[tuple(types)]  # noqa: UP007 (built at run time)
 
     @property
@@ -118,7 +120,7 @@ class Setting:
         if self.is_list and isinstance(value, str) and self.option.parse is None:
             value = (value,)
         if get_origin(self.value_type) is Literal and not isinstance(value, str):
-            value = str(value).removeprefix("torch.")  # a torch.dtype, without importing torch
+            value = str(value).removeprefix("torch.")  # This converts a torch.dtype without importing torch.
         return self._checked(value, value, strict=True)
 
     def convert_text(self, text: str | list[str]) -> Any:
@@ -132,8 +134,8 @@ class Setting:
             value = [text]
         if self.is_switch and isinstance(text, str):
             value = _SWITCH_WORDS.get(text.lower(), text)
-        if self.is_list and self.option.parse is not None:
-            value = [item for word in value for item in self._parsed(word)]
+        if self.is_list and (parse := self.option.parse) is not None:
+            value = [item for word in value for item in self._parsed(parse, word)]
         return self._checked(value, text, strict=False)
 
     def convert_variable(self, text: str) -> Any:
@@ -157,8 +159,9 @@ class Setting:
             if (reason := self.option.refused_values.get(value)) is not None:
                 raise ConfigError(self.flag, f"{_quoted(value)} is not supported: {reason}")
             value = self.option.same_values.get(value, value)
-        if self.option.parse is not None and isinstance(value, str | int | float) and not isinstance(value, bool):
-            value = self._parsed(value)
+        parse = self.option.parse
+        if parse is not None and isinstance(value, str | int | float) and not isinstance(value, bool):
+            value = self._parsed(parse, value)
         try:
             value = msgspec.convert(value, self.hint, strict=strict)
         except (ValueError, msgspec.ValidationError):
@@ -168,7 +171,7 @@ class Setting:
         if self.option.choices and value is not None and value not in self.option.choices:
             raise self._type_error(original)
         try:
-            msgspec.msgpack.encode(value)  # the encoding of messages to the engine process
+            msgspec.msgpack.encode(value)  # Messages to the engine process have this encoding.
         except (ValueError, OverflowError, RecursionError, TypeError):
             message = f"{_quoted(original)} cannot be encoded; use UTF-8 text and numbers of at most 64 bits"
             raise ConfigError(self.flag, message) from None
@@ -178,10 +181,9 @@ class Setting:
         near = did_you_mean(value, map(str, self.choices)) if self.choices and isinstance(value, str) else ""
         return ConfigError(self.flag, f"{_quoted(value)} is not {self.kind}{near}")
 
-    def _parsed(self, value: Any) -> Any:
-        assert self.option.parse is not None
+    def _parsed(self, parse: Callable[[str], Any], value: Any) -> Any:
         try:
-            return self.option.parse(str(value))
+            return parse(str(value))
         except ValueError as error:
             raise ConfigError(self.flag, f"{_quoted(value)}: {error}") from None
 
@@ -195,7 +197,7 @@ class Setting:
             return None
         if option.status == "no effect":
             return f"{self.flag} has no effect: {option.reason}"
-        if any(value == each and type(value) is type(each) for each in option.accepts):
+        if any(value == accepted and type(value) is type(accepted) for accepted in option.accepts):
             return None
         raise ConfigError(self.flag, f"{_quoted(value)} is not supported: {option.reason}")
 
@@ -223,31 +225,35 @@ def _path_or_class_name(value: Any) -> Any:
 
 def _quoted(value: Any) -> str:
     if isinstance(value, list | tuple):
-        value = " ".join(value) if all(isinstance(each, str) for each in value) else list(value)
+        value = " ".join(value) if all(isinstance(item, str) for item in value) else list(value)
     return repr(value) if isinstance(value, str) else str(value)
 
 
 def settings_of(config: type[Any]) -> Iterator[Setting]:
     """Yield the settings of a configuration dataclass."""
     hints = get_type_hints(config)
-    for each in dataclasses.fields(config):
-        option = _with_status(each.metadata["option"])
+    for field in dataclasses.fields(config):
+        option = _with_status(field.metadata["option"])
         yield Setting(
             config=config,
-            field=each.name,
-            name=(option.flag or each.name).replace("-", "_"),
-            hint=hints[each.name],
-            default=each.default if each.default_factory is dataclasses.MISSING else each.default_factory(),
+            field=field.name,
+            name=_name(field),
+            hint=hints[field.name],
+            default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
             option=option,
         )
+
+
+def _name(field: dataclasses.Field[Any]) -> str:
+    return (field.metadata["option"].flag or field.name).replace("-", "_")
 
 
 def _with_status(option: Option) -> Option:
     """Return the option, with the status of the setting that it stands for."""
     if not option.stands_for:
         return option
-    fields = (each for group in ENGINE_GROUPS.values() for each in dataclasses.fields(group))
-    target: Option = next(each for each in fields if each.name == option.stands_for).metadata["option"]
+    fields = (field for group in ENGINE_GROUPS.values() for field in dataclasses.fields(group))
+    target: Option = next(field for field in fields if field.name == option.stands_for).metadata["option"]
     return dataclasses.replace(option, status=target.status, reason=target.reason)
 
 
@@ -266,9 +272,10 @@ DOCUMENTED_GROUPS: Final = (*ENGINE_GROUPS.values(), DeprecatedConfig, ServerCon
 """Every dataclass of settings, in the order of the help and the documentation."""
 
 
-def build(config: type[Any], values: Mapping[str, Any], settings: Iterable[Setting]) -> Any:
-    """Construct a configuration dataclass from values by setting name."""
-    return config(**{s.field: values[s.name] for s in settings if s.config is config and s.name in values})
+def build(config: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """Construct a configuration dataclass from values by setting name; a field without a value has its default."""
+    fields = {field.name: values[_name(field)] for field in dataclasses.fields(config) if _name(field) in values}  # type: ignore[arg-type]
+    return config(**fields)
 
 
 def merge_json(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,16 +293,16 @@ class Sourced:
 
     value: Any
     source: str
-    alias: str = ""  # the deprecated flag or the variable that mapped to this setting; empty if set by its own name
+    alias: str = ""  # The deprecated flag or variable that mapped to this setting; empty if set by its own name.
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSettings:
     """Merged settings."""
 
-    values: dict[str, Any]  # every setting, defaults included
-    sources: dict[str, str]  # of the settings that are set
-    notes: tuple[str, ...]  # warnings to log
+    values: dict[str, Any]  # Values of all settings, defaults included.
+    sources: dict[str, str]  # Sources of the settings that are set.
+    notes: tuple[str, ...]  # Warnings to log.
 
 
 def merge_layers(table: Mapping[str, Setting], *layers: Mapping[str, Sourced]) -> ResolvedSettings:
@@ -323,7 +330,8 @@ def _map_deprecated(table: Mapping[str, Setting], layer: Mapping[str, Sourced]) 
             new = mapped.get(replacement)
             if new is not None and not _agree(new.value, value):
                 raise ConfigError(flag, f"contradicts {table[replacement].flag}; drop {flag}")
-            mapped[replacement] = _merge(new, Sourced(value, f"{old.source} {flag}", flag))
+            mapped_value = Sourced(value, f"{old.source} {flag}", flag)
+            mapped[replacement] = mapped_value if new is None else _merge(new, mapped_value)
     return mapped
 
 
@@ -347,12 +355,10 @@ def _notes(table: Mapping[str, Setting], layer: Mapping[str, Sourced]) -> tuple[
     return tuple("; ".join(lines) for lines in notes.values())
 
 
-def _merge(upper: Sourced | None, lower: Sourced | None) -> Sourced:
-    """Return the value of the upper layer; JSON objects are merged."""
-    if upper is None or lower is None:
-        only = upper or lower
-        assert only is not None
-        return only
+def _merge(upper: Sourced, lower: Sourced | None) -> Sourced:
+    """Return the value of the upper layer; JSON objects are merged with those of the lower one, if it has any."""
+    if lower is None:
+        return upper
     if not (isinstance(upper.value, Mapping) and isinstance(lower.value, Mapping)):
         return upper
     source = upper.source if upper.source == lower.source else f"{upper.source}, {lower.source}"
@@ -381,12 +387,12 @@ def from_environment(
     """
     source = os.environ if environ is None else environ
     layer: dict[str, Sourced] = {}
-    known = {name: setting for table in tables for name, setting in table.items()}
+    settings_by_name = {name: setting for table in tables for name, setting in table.items()}
     for variable in env.VARIABLES:
         for name, value in variable.settings(source).items():
-            if name in known:
-                layer[name] = _from_variable(known[name], variable.spelling(source), value)
-    for name, setting in known.items():
+            if name in settings_by_name:
+                layer[name] = _from_variable(settings_by_name[name], variable.spelling(source), value)
+    for name, setting in settings_by_name.items():
         text = source.get(setting.variable)
         if text and not env.is_service_link(setting.variable, text):
             layer[name] = _from_variable(setting, setting.variable, text)
@@ -465,7 +471,7 @@ def _from_yaml(path: str, setting: Setting, value: Any) -> Any:
     try:
         if isinstance(value, str):
             return setting.convert_text(value)
-        if setting.is_list and isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        if setting.is_list and isinstance(value, list) and value and all(isinstance(item, str) for item in value):
             return setting.convert_text(value)
         return setting.convert(value)
     except ConfigError as error:

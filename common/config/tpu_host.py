@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 PCI: Final = Path("/sys/bus/pci/devices")
 
-_GOOGLE: Final = "0x1ae0"  # PCI vendor id
+_GOOGLE: Final = "0x1ae0"  # Google's PCI vendor id.
 _NO_ACCELERATORS: Final = ("0x01", "0x02", "0x03", "0x06", "0x0c")
 """PCI classes: storage, network, display, bridge, bus."""
 
@@ -31,9 +31,9 @@ _NO_ACCELERATORS: Final = ("0x01", "0x02", "0x03", "0x06", "0x0c")
 class TpuKind:
     """A generation of TPU chips."""
 
-    name: str  # as in the table of defaults
-    memory_bytes: int = 0  # HBM of one jax device
-    devices: int = 1  # jax devices per chip
+    name: str  # The chip's name in the table of defaults.
+    memory_bytes: int = 0  # Bytes of HBM of one jax device.
+    devices: int = 1  # Number of jax devices per chip.
     supported: bool = True
 
 
@@ -69,10 +69,10 @@ def check_chips(chips: list[TpuKind]) -> None:
     """Raise ConfigError for chips that no program can be compiled for."""
     for kind in chips:
         if not kind.supported:
-            known = ", ".join(each.name.lower() for each in _KINDS.values() if each.supported)
+            kinds = ", ".join(kind.name.lower() for kind in _KINDS.values() if kind.supported)
             raise ConfigError(
                 "--backend",
-                f"this host's TPU {kind.name.lower()} is not supported; use {known}, or --backend reference",
+                f"this host's TPU {kind.name.lower()} is not supported; use {kinds}, or --backend reference",
             )
 
 
@@ -109,10 +109,10 @@ def chips_env(
         raise ConfigError(
             flag, f"an engine cannot use {count} chips; use {', '.join(map(str, _BOUNDS))}, or one program"
         )
-    stated = environ.get("TPU_VISIBLE_CHIPS") or environ.get("TPU_VISIBLE_DEVICES")
-    visible = stated.split(",") if stated else [str(index) for index in range(len(chips))]
-    own = visible[process * count : (process + 1) * count]
-    if len(own) < count:
+    visible_text = environ.get("TPU_VISIBLE_CHIPS") or environ.get("TPU_VISIBLE_DEVICES")
+    visible = visible_text.split(",") if visible_text else [str(index) for index in range(len(chips))]
+    chips_of_process = visible[process * count : (process + 1) * count]
+    if len(chips_of_process) < count:
         raise ConfigError(
             flag,
             f"replica {process} needs chips {process * count} to {(process + 1) * count - 1} and {len(visible)} are "
@@ -122,7 +122,7 @@ def chips_env(
     return {
         "TPU_PROCESS_BOUNDS": "1,1,1",
         "TPU_CHIPS_PER_PROCESS_BOUNDS": _BOUNDS[count],
-        "TPU_VISIBLE_CHIPS": ",".join(own),
+        "TPU_VISIBLE_CHIPS": ",".join(chips_of_process),
         "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
         "TPU_PROCESS_PORT": port,
         "CLOUD_TPU_TASK_ID": "0",
@@ -155,7 +155,7 @@ class SliceHost:
     """This host's place in a slice."""
 
     hosts: int
-    worker: str  # index of this host; empty: unknown
+    worker: str  # Index of this host; empty: unknown.
 
 
 def slice_host(environ: Mapping[str, str] = os.environ) -> SliceHost:
@@ -172,16 +172,16 @@ def slice_host(environ: Mapping[str, str] = os.environ) -> SliceHost:
 def check_alone(chips: list[TpuKind], environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if this process is about to use a part of a slice alone: it would wait for the other hosts."""
     if environ.get("TPU_PROCESS_BOUNDS", environ.get("TPU_HOST_BOUNDS")) is not None:
-        return  # the user says which chips belong together
+        return  # The user says which chips belong together.
     place = slice_host(environ)
     if place.hosts == 1:
         return
     numbers = ",".join(map(str, range(len(chips))))
     bounds = _BOUNDS.get(len(chips), "X,Y,1")
-    this = f"worker {place.worker}" if place.worker else "one"
+    worker = f"worker {place.worker}" if place.worker else "one"
     raise ConfigError(
         "--nnodes",
-        f"this host is {this} of the {place.hosts} of a TPU slice, and alone it would wait for the others; start "
+        f"this host is {worker} of the {place.hosts} of a TPU slice, and alone it would wait for the others; start "
         f"serve with --nnodes {place.hosts} and its own --node-rank on every host, or, to use this host's chips "
         f"alone, set TPU_PROCESS_BOUNDS=1,1,1 TPU_CHIPS_PER_PROCESS_BOUNDS={bounds} TPU_VISIBLE_CHIPS={numbers}",
     )

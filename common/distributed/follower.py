@@ -37,7 +37,7 @@ from pagoda.common.engine.steps.contract import StepPlan
 from pagoda.common.errors import EngineDeadError, SleepError
 from pagoda.common.weights.lora.weights import LowRank
 
-_MAX_IN_FLIGHT: Final = 2  # steps; as many as the leader plans ahead
+_MAX_IN_FLIGHT: Final = 2  # Number of steps; the leader plans as many ahead.
 
 
 class FollowingBackend(RankBackend):
@@ -81,7 +81,7 @@ class FollowingBackend(RankBackend):
         Raises EngineDeadError if the leader failed or disconnected.
         """
         pending: deque[PendingResult | PendingShards] = deque()
-        matrices: dict[str, LowRank] = {}  # of an adapter that arrives in parts
+        matrices: dict[str, LowRank] = {}  # Matrices of an adapter that arrives in parts.
         while True:
             match self._leader.receive():
                 case Execute(plans):
@@ -98,8 +98,7 @@ class FollowingBackend(RankBackend):
                         with self._leader_failure_first():
                             cast(LoraBackend, self._backend).load_adapter(slot, replace(weights, matrices=matrices))
                         matrices = {}
-                case SleepRanks() | WakeUpRanks() as change:
-                    assert sleeper is not None, "the leader and its followers have the same sleep mode"
+                case SleepRanks() | WakeUpRanks() as change if sleeper is not None:
                     while pending:
                         pending.popleft().result()
                     self._leader.send(_apply(sleeper, change))
@@ -138,7 +137,7 @@ class FollowingBackend(RankBackend):
 
 
 def _bind(pending: PendingResult | PendingShards, masks: ShardMasks) -> None:
-    if len(masks) == 1 and masks[0] is not None:  # as in `_start`
+    if len(masks) == 1 and masks[0] is not None:  # Masks are applied as in `_start`.
         cast(PendingResult, pending).bind_masks(masks[0])
     else:
         cast(PendingShards, pending).bind_masks(masks)

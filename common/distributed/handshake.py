@@ -42,8 +42,8 @@ from pagoda.common.distributed.messages import (
 from pagoda.common.distributed.proof import Nonces, is_proof, new_nonce, proof
 from pagoda.common.errors import ConfigError
 
-WAIT_SECONDS: Final = 300.0  # time limit for all hosts to connect
-RUNTIME_PORT: Final = 1  # the backend's own rendezvous uses the master port plus this
+WAIT_SECONDS: Final = 300.0  # Time limit for all hosts to connect, in seconds.
+RUNTIME_PORT: Final = 1  # The backend's own rendezvous uses the port after the master port.
 
 _HANDSHAKE_SECONDS: Final = 5.0
 _RETRY_SECONDS: Final = 0.2
@@ -102,7 +102,9 @@ class JoiningHosts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         for connection in (*(host.connection for host in self._hosts), *self._greeted.values()):
             _close(connection)
 
@@ -157,7 +159,7 @@ class JoiningHosts:
         self._listener.settimeout(0)
         try:
             connection, address = self._listener.accept()
-        except OSError:  # it has left
+        except OSError:  # The host has left.
             return
         greeted = pool.submit(self._greet, connection, address[0])
         self._greeted[greeted] = connection
@@ -165,7 +167,7 @@ class JoiningHosts:
 
     def _take_heard(self) -> str:
         """Take in those who were heard. Returns why one of them ends the start, or ""."""
-        for greeted in [each for each in self._greeted if each.done()]:
+        for greeted in [future for future in self._greeted if future.done()]:
             connection = self._greeted.pop(greeted)
             if (error := greeted.exception()) is not None:
                 address = _address(connection)
@@ -176,7 +178,7 @@ class JoiningHosts:
             if isinstance(joining, str):
                 return joining
             self._hosts = [host for host in self._hosts if not host.disconnected]
-            if joining.disconnected:  # it may connect again
+            if joining.disconnected:  # The host may connect again.
                 connection.close()
                 continue
             fault = self._rank_error(joining)
@@ -202,7 +204,7 @@ class JoiningHosts:
                 f"{WIRE_VERSION}; install the same version everywhere"
             )
             send_frame(connection, encode(Verdict(fault)))
-            if self._token:  # it has proved nothing
+            if self._token:  # The host has proved nothing yet.
                 raise ValueError(fault)
             connection.close()
             return fault
@@ -270,12 +272,12 @@ def _gather(
             logger.warning("whoever reaches %s can join and read every prompt: %s", place, _SAME_TOKEN)
         reason = joining.admit()
         if not reason:
-            hosts = [Host(fingerprint, parallel.master_addr), *(each.host for each in joining)]
+            hosts = [Host(fingerprint, parallel.master_addr), *(peer.host for peer in joining)]
             reason = differences(hosts) or check(hosts)
         reason = reason[:_MAX_VERDICT_CHARACTERS]
         joining.send(reason)
         _raise(reason)
-        return tuple(Peer(each.connection, str(each.host)) for each in joining.detach())
+        return tuple(Peer(peer.connection, str(peer.host)) for peer in joining.detach())
 
 
 def _join(parallel: ParallelConfig, fingerprint: HostFingerprint, wait: float, token: str) -> Peer:
@@ -309,7 +311,7 @@ def _send_hello(connection: socket.socket, fingerprint: HostFingerprint, wait: f
     nonces = Nonces(host_0=challenge.nonce, joining=new_nonce())
     shown = proof(token=token, role="joining", nonces=nonces, content=encode(fingerprint))
     send_frame(connection, encode(Hello(WIRE_VERSION, fingerprint, nonce=nonces.joining, proof=shown)))
-    verdict = _received(connection, Verdict, 2 * wait)  # host 0 may just have begun to wait for the other hosts
+    verdict = _received(connection, Verdict, 2 * wait)  # Host 0 may have only begun to wait for the other hosts.
     reason = verdict.reason.encode()
     if token and not is_proof(verdict.proof, token=token, role="host 0", nonces=nonces, content=reason):
         raise ConfigError(_TOKEN_FLAG, f"host 0 does not prove that it knows the cluster's token; {_SAME_TOKEN}")
@@ -353,7 +355,7 @@ def _raise(reason: str) -> None:
 
 
 def _ring(bell: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # nobody waits any more
+    with contextlib.suppress(OSError):  # Nobody waits any more.
         bell.send(b"\0")
 
 

@@ -180,9 +180,9 @@ class LeadingBackend(RankBackend):
         for name, count in counts.items():
             agreed = tuple(map(min, count, plan.num_blocks))
             if agreed != plan.num_blocks:
-                held = per_pool(count)
-                own = per_pool(plan.num_blocks)
-                logger.info("%s can hold %s KV blocks, %s %s", name, held, self._name, own)
+                host_count = per_pool(count)
+                own_count = per_pool(plan.num_blocks)
+                logger.info("%s can hold %s KV blocks, %s %s", name, host_count, self._name, own_count)
                 plan = replace(plan, num_blocks=agreed)
         self._broadcast(AgreedBlocks(plan.num_blocks))
         return plan
@@ -217,11 +217,11 @@ class LeadingBackend(RankBackend):
 
     def sleep(self, level: int) -> None:
         """Release the memory of all hosts. Raises MemoryError if one cannot; then all are awake again."""
-        own = cast(SleepingBackend, self._backend)
+        backend = cast(SleepingBackend, self._backend)
         try:
-            self._apply(SleepRanks(level), lambda: own.sleep(level))
+            self._apply(SleepRanks(level), lambda: backend.sleep(level))
         except MemoryError:
-            self.wake_weights(lambda: ())  # they were kept
+            self.wake_weights(lambda: ())  # The weights were kept.
             self.wake_kv_cache()
             raise
 
@@ -317,7 +317,7 @@ class _PendingOnAllHosts(Generic[MasksT, ResultT]):
         """Wait for the step. If it failed because a peer failed, raise the peer's failure."""
         with self.failure.as_cause(self.grace):
             result = self.pending.result()
-        self.failure.check()  # an aborted collective may return, too
+        self.failure.check()  # An aborted collective may return, too.
         return result
 
 

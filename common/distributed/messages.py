@@ -23,8 +23,8 @@ from pagoda.common.engine.steps.contract import StepPlan, TokenMasks
 from pagoda.common.errors import EngineDeadError
 from pagoda.common.weights.lora.weights import AdapterWeights
 
-HANDSHAKE_BYTES: Final = 1 << 16  # maximum size of a message before the handshake is complete
-STEP_BYTES: Final = 1 << 30  # maximum size of a message after it
+HANDSHAKE_BYTES: Final = 1 << 16  # Maximum size in bytes of a message before the handshake is complete.
+STEP_BYTES: Final = 1 << 30  # Maximum size in bytes of a message after the handshake.
 
 _LENGTH_BYTES: Final = 8
 _MIN_TIMEOUT_SECONDS: Final = 0.001
@@ -43,7 +43,7 @@ def prepare(connection: socket.socket) -> None:
         ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
         ("TCP_USER_TIMEOUT", _UNACKNOWLEDGED_MS),
     ):
-        if hasattr(socket, name):  # Linux
+        if hasattr(socket, name):  # Linux has these options.
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
@@ -80,10 +80,10 @@ def _exactly(connection: socket.socket, size: int, deadline: float | None) -> by
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One of the processes that share a model."""
 
-    rank: int  # 0 to size - 1
+    rank: int  # Rank, from 0 to size - 1.
     size: int
-    device: int  # index among the devices visible to the process
-    host: str  # address at which rank 0 listens for the backend's own rendezvous
+    device: int  # Index among the devices visible to the process.
+    host: str  # Address at which rank 0 listens for the backend's own rendezvous.
     port: int
 
 
@@ -104,11 +104,11 @@ class HostFingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     nodes: int
-    versions: dict[str, str]  # by package
-    model: dict[str, str]  # digests and sizes
-    settings: dict[str, str]  # by flag
-    environment: dict[str, str]  # by variable
-    devices: dict[str, str]  # kind and number
+    versions: dict[str, str]  # Package -> version.
+    model: dict[str, str]  # Digests and sizes of the model.
+    settings: dict[str, str]  # Flag -> value.
+    environment: dict[str, str]  # Variable -> value.
+    devices: dict[str, str]  # Kind and number of the devices.
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +160,13 @@ def _shown(value: str) -> str:
     return value[:200] or "nothing"
 
 
-WIRE_VERSION: Final = 8  # increment with every change to the messages below
+WIRE_VERSION: Final = 8  # Increment this with every change to the messages below.
 
 
 class Challenge(msgspec.Struct, tag="challenge", frozen=True):
     """First message of host 0 to whoever connects, see `proof`."""
 
-    wire: int  # stays the first field in every version
+    wire: int  # This stays the first field in every version.
     nonce: bytes
     wants_proof: bool
 
@@ -174,29 +174,29 @@ class Challenge(msgspec.Struct, tag="challenge", frozen=True):
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """First message of a host to host 0."""
 
-    wire: int  # stays the first field in every version
+    wire: int  # This stays the first field in every version.
     fingerprint: HostFingerprint
     nonce: bytes = b""
-    proof: bytes = b""  # of both nonces and the fingerprint; empty without a token
+    proof: bytes = b""  # Digest of both nonces and the fingerprint; empty without a token.
 
 
 class Verdict(msgspec.Struct, tag="verdict", frozen=True):
     """Host 0's answer: continue if `reason` is empty, else why not, with the remedy."""
 
     reason: str = ""
-    proof: bytes = b""  # of both nonces and the reason; empty without a token
+    proof: bytes = b""  # Digest of both nonces and the reason; empty without a token.
 
 
 class BlockCount(msgspec.Struct, tag="room", frozen=True):
     """Number of KV blocks that fit on a host beside its loaded weights."""
 
-    num_blocks: tuple[int, ...]  # of each pool
+    num_blocks: tuple[int, ...]  # Number of blocks of each pool.
 
 
 class AgreedBlocks(msgspec.Struct, tag="agreed", frozen=True):
     """Host 0's answer: number of KV blocks that fit on every host."""
 
-    num_blocks: tuple[int, ...]  # of each pool
+    num_blocks: tuple[int, ...]  # Number of blocks of each pool.
 
 
 class WarmedUp(msgspec.Struct, tag="warm", frozen=True):
@@ -238,13 +238,13 @@ class WakeUpRanks(msgspec.Struct, tag="wake", frozen=True):
 class SleepResult(msgspec.Struct, tag="changed", frozen=True):
     """Outcome of SleepRanks or WakeUpRanks on a host."""
 
-    error: str = ""  # empty on success
+    error: str = ""  # The error; empty on success.
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
     """The sender stops; its last message."""
 
-    reason: str = ""  # the error it failed with, empty on an orderly shutdown
+    reason: str = ""  # The error that it failed with; empty on an orderly shutdown.
 
 
 Message = (
@@ -275,7 +275,7 @@ def _to_array(kind: Any, value: Any) -> npt.NDArray[Any]:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-_DTYPES: Final = tuple(np.dtype(each).str for each in (np.int32, np.uint32, np.bool_, np.uint8, np.float32))
+_DTYPES: Final = tuple(np.dtype(dtype).str for dtype in (np.int32, np.uint32, np.bool_, np.uint8, np.float32))
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=_from_array)
 _decoder: Final = msgspec.msgpack.Decoder(Message, dec_hook=_to_array)
 
@@ -328,7 +328,7 @@ class Peer:
         self.name = name
         self.grace = grace
         self._exit_status = exit_status
-        self.ending = False  # this side has sent End
+        self.ending = False  # True once this side has sent End.
         self._connection = connection
         self._sending = threading.Lock()
         self._inbox: queue.SimpleQueue[Message | EngineDeadError] = queue.SimpleQueue()
@@ -390,7 +390,7 @@ class Peer:
         """Close after the peer did, or after `grace` s, so that End is delivered first."""
         self._ended.wait(self.grace)
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # close() alone would wait for the reading thread
+            self._connection.shutdown(socket.SHUT_RDWR)  # A mere close() would wait for the reading thread.
         self._connection.close()
 
     def _read(self) -> None:

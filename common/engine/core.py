@@ -366,17 +366,27 @@ def generation_core(
         limits,
         kv_managers=(kv,),
         structured=structured,
-        adapters=None if store is None else adapter_loader(backend, scheduler, store),
+        adapters=None if store is None else adapter_loader(backend, scheduler, adapters_of([scheduler]), store),
         journal=journal,
     )
 
 
-def adapter_loader(backend: Backend, scheduler: object, store: AdapterStore) -> AdapterLoader:
-    """Return what brings adapters to their slots. Raises ConfigError for a scheduler without slots."""
-    adapters: SchedulerAdapters | None = getattr(scheduler, "adapters", None)
-    if adapters is None:
+def adapters_of(schedulers: Iterable[GenerationScheduler]) -> tuple[SchedulerAdapters, ...]:
+    """Return the LoRA adapters of each scheduler that has them."""
+    parts = (scheduler.adapters for scheduler in schedulers if isinstance(scheduler, Scheduler))
+    return tuple(part for part in parts if part is not None)
+
+
+def adapter_loader(
+    backend: Backend, scheduler: object, parts: Sequence[SchedulerAdapters], store: AdapterStore
+) -> AdapterLoader:
+    """Return what brings the adapters of a scheduler's requests to their slots.
+
+    `parts`: the scheduler's, or those of its shards. Raises ConfigError without any: the scheduler has no slots.
+    """
+    if not parts:
         raise ConfigError("--scheduler-cls", "this scheduler has no LoRA adapters; drop it or --enable-lora")
-    return AdapterLoader(cast(LoraBackend, backend), cast(AdapterScheduler, scheduler), adapters.slots, store)
+    return AdapterLoader(cast(LoraBackend, backend), cast(AdapterScheduler, scheduler), parts, store)
 
 
 def make_kv_manager(backend: Backend, layout: KvLayout, limits: Limits, num_blocks: tuple[int, ...]) -> KvManager:

@@ -6,25 +6,29 @@ shard when it is added and stays there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Final
 
 import msgspec
 
 from pagoda.common.backend import ShardedBackend, ShardMasks
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.core import EngineCore, GenerationScheduler, MakeScheduler, adapter_loader, make_kv_manager
+from pagoda.common.engine.core import (
+    EngineCore,
+    GenerationScheduler,
+    MakeScheduler,
+    adapter_loader,
+    adapters_of,
+    make_kv_manager,
+)
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.lora.adapter import Adapter, AdapterLoad
-from pagoda.common.engine.lora.slots import SchedulerAdapters
 from pagoda.common.engine.lora.store import AdapterStore
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs, total_stats
 from pagoda.common.engine.scheduling.request import Request
 from pagoda.common.engine.scheduling.scheduler import Scheduler
-from pagoda.common.engine.steps.contract import StepPlan, StepResult
+from pagoda.common.engine.steps.contract import ShardPlans, ShardResults
 from pagoda.common.engine.structured_output.compiler import Structured
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 from pagoda.common.errors import RequestError
@@ -32,9 +36,6 @@ from pagoda.common.errors import RequestError
 AFFINITY_DIVISOR: Final = 4
 """Prefix affinity: prefer a shard with the prompt cached unless it has more than 1 + min_load / 4 requests over the
 least loaded one."""
-
-ShardPlans = tuple[StepPlan | None, ...]
-ShardResults = tuple[StepResult | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +53,9 @@ class ShardedScheduler:
         """With LoRA adapters the shards share their slots: every copy of the model has the same ones."""
         self.shards = shards
         self._shard_of: dict[str, EngineShard] = {}  # unfinished requests
-        schedulers = [shard.scheduler for shard in shards]
-        self._adapted = [
-            scheduler for scheduler in schedulers if isinstance(scheduler, Scheduler) and scheduler.adapters is not None
-        ]
-        if self.adapters is not None:
-            for scheduler in self._adapted:
-                if scheduler.adapters is not None:
-                    scheduler.adapters.share(self.adapters.slots)
+        self.adapters = adapters_of(shard.scheduler for shard in shards)
+        for part in self.adapters:
+            part.share(self.adapters[0].slots)
 
     def add(self, request: EngineRequest, mask_state: TokenMaskState | None = None) -> None:
         """Queue a request in a shard. Raises RequestError naming the field if it can never run."""
@@ -76,33 +72,14 @@ class ShardedScheduler:
         candidates = [index for index, load in enumerate(loads) if load <= max_load]
         return self.shards[max(candidates, key=lambda index: (cached[index], -loads[index]))]
 
-    # Adapters.
-
-    @property
-    def adapters(self) -> SchedulerAdapters | None:
-        """The adapters of the first shard, with the slots of all; None without LoRA adapters."""
-        return self._adapted[0].adapters if self._adapted else None
-
-    def fail_adapter(self, adapter: Adapter, error: RequestError) -> list[EngineOutput]:
-        """End the waiting requests of an adapter that cannot be read. Returns their outputs."""
-        outputs = [output for scheduler in self._adapted for output in scheduler.fail_adapter(adapter, error)]
-        for output in outputs:
-            self._shard_of.pop(output.request_id, None)
+    def fail(self, request_ids: Iterable[str], error: RequestError) -> list[EngineOutput]:
+        """End requests that cannot run on; unknown ids are skipped. Returns their outputs, which have the error."""
+        outputs: list[EngineOutput] = []
+        for request_id in request_ids:
+            shard = self._shard_of.pop(request_id, None)
+            if shard is not None and isinstance(shard.scheduler, Scheduler):
+                outputs += shard.scheduler.fail([request_id], error)
         return outputs
-
-    def missing_adapters(self) -> list[Adapter]:
-        """Return the adapters of waiting requests that are in no slot; those of the shards take turns."""
-        missing = [scheduler.missing_adapters() for scheduler in self._adapted]
-        turns = (adapter for turn in zip_longest(*missing) for adapter in turn if adapter is not None)
-        return list(dict.fromkeys(turns))
-
-    @staticmethod
-    def adapter_loads(plan: ShardPlans) -> Iterator[AdapterLoad]:
-        """Yield the slots whose content changes before the step."""
-        for own_plan in plan:
-            yield from () if own_plan is None else own_plan.adapter_loads
-
-    # Requests.
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests and free their blocks; unknown ids are skipped."""
@@ -156,8 +133,9 @@ class ShardedScheduler:
         """Raise RuntimeError unless every block, slot and request of every shard is accounted for."""
         for shard in self.shards:
             shard.scheduler.check_integrity()
-        if self.adapters is not None:
-            self.adapters.slots.check_integrity(request for scheduler in self._adapted for request in scheduler.running)
+        if self.adapters:
+            schedulers = [shard.scheduler for shard in self.shards if isinstance(shard.scheduler, Scheduler)]
+            self.adapters[0].slots.check_integrity(request for scheduler in schedulers for request in scheduler.running)
         in_shards = sum(shard.scheduler.num_unfinished for shard in self.shards)
         if in_shards != len(self._shard_of):
             raise RuntimeError(f"the shards have {in_shards} requests, {len(self._shard_of)} were assigned to them")
@@ -183,6 +161,6 @@ def sharded_core(
     """
     managers = [make_kv_manager(backend, layout, limits, num_blocks) for _ in range(num_shards)]
     scheduler = ShardedScheduler(tuple(EngineShard(kv, make_scheduler(limits, kv)) for kv in managers))
-    adapters = None if store is None else adapter_loader(backend, scheduler, store)
+    adapters = None if store is None else adapter_loader(backend, scheduler, scheduler.adapters, store)
     execute = backend.execute_shards
     return EngineCore(execute, scheduler, limits, kv_managers=managers, structured=structured, adapters=adapters)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from pagoda.common.models.mixers import Attention, Mixer
+from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.mixers.caches import CacheSpec
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
 from pagoda.common.models.rope import Rope
@@ -43,8 +43,8 @@ class JoinedInputs:
     embed_norm: Norm | None = None
     hidden_norm: Norm | None = None
     bias: bool = False
-    hidden_first: bool = False  # [h, e] instead
-    blank_first: bool = False  # e is 0 at position 0
+    hidden_first: bool = False  # The order is [h, e] instead.
+    blank_first: bool = False  # The embedding e is 0 at position 0.
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class AttendedInputs:
     `norms_residual` hidden_norm(h).
     """
 
-    attention: Attention  # beside_embedding
+    attention: Mixer  # The attention reads the embedding, too.
     embed_norm: Norm
     hidden_norm: Norm
     norms_residual: bool = False
@@ -70,12 +70,12 @@ class FeatureDrafter:
 
     model: ModelSpec
     inputs: JoinedInputs | AttendedInputs
-    source_width: int  # channels that are read of the target
-    captured: tuple[int, ...] = ()  # target layers whose inputs are read side by side; (): what its head reads
-    head_vocab: int | None = None  # of a head with a vocabulary of its own, and a table of the target's token ids
-    own_embedding: bool = False  # False: the target's
-    own_head: bool = False  # False: the target's
-    chains_normed: bool = False  # later guesses read the hidden state after the final norm
+    source_width: int  # Number of channels that are read of the target.
+    captured: tuple[int, ...] = ()  # Target layers whose inputs are read; (): the input of the target's head is read.
+    head_vocab: int | None = None  # Size of the head's own vocabulary; None: the target's.
+    own_embedding: bool = False  # False: the target's embedding is used.
+    own_head: bool = False  # False: the target's head is used.
+    chains_normed: bool = False  # Later guesses read the hidden state after the final norm.
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -122,7 +122,7 @@ class StagesDrafter:
     width: int
     inner: int
     stages: int
-    tied: bool = False  # all stages have one embedding, norm and head, and all but the first one projection
+    tied: bool = False  # All stages share one embedding, norm and head, and all but the first one projection.
     scales_input: bool = False
     eps: float = 1e-6
 

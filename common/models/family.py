@@ -96,14 +96,14 @@ class Shift:
 class TokenRows:
     """The rows of some tokens in a table [V, D] fill one parameter [n, D].
 
-    `difference`: of two tokens, the second's row minus the first's. `whole`: the parameter that the table itself fills.
+    `difference`: of two tokens, the second's row minus the first's. `table`: the parameter that the table itself fills.
     """
 
     source: str
     target: str
     tokens: tuple[int, ...]
     difference: bool = False
-    whole: str | None = None
+    table: str | None = None
 
 
 TensorRule = Rename | Split | Stack | Reshape | Normalise | Shift | TokenRows
@@ -154,7 +154,7 @@ class AnswerFormat:
     reasoning: str = ""
     tools: str = ""
     fixed: bool = False
-    ends: tuple[str, ...] = ()  # texts of tokens that end an answer, besides those that the checkpoint names
+    ends: tuple[str, ...] = ()  # Texts of tokens that end an answer, besides those that the checkpoint names.
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,21 +169,22 @@ class MergedAdapter:
 class Family:
     """A model family: a config reader and weight-name rules, for its generating and its pooling models."""
 
-    build: Callable[[HfConfig], ModelSpec]  # reads config.json
+    build: Callable[[HfConfig], ModelSpec]  # Reads config.json.
     rules: tuple[Rule, ...]
-    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq", "lm_head.weight")  # patterns of tensors to drop if unmatched
-    pooler: Callable[[HfConfig, PoolUse], Pooler] = decoder_pooler  # replaces the LM head in a pooling model
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq", "lm_head.weight")  # Dropped if no rule matches them.
+    # Makes what replaces the LM head in a pooling model.
+    pooler: Callable[[HfConfig, PoolUse], Pooler] = decoder_pooler
     pooler_rules: tuple[Rule, ...] = (
         *linear("score", "pooler.classifier"),
         *linear("classifier", "pooler.classifier"),
     )
-    heads: tuple[str, ...] = ("score.*", "classifier.*", "lm_head.*")  # ignored by pooling models
-    generates: bool = True  # False for encoders, which can only pool
+    heads: tuple[str, ...] = ("score.*", "classifier.*", "lm_head.*")  # Patterns of tensors that pooling models ignore.
+    generates: bool = True  # False for encoders, which can only pool.
     answers: AnswerFormat = AnswerFormat()
-    config_rules: Callable[[HfConfig], tuple[Rule, ...]] | None = None  # rules that depend on config.json, tried first
+    config_rules: Callable[[HfConfig], tuple[Rule, ...]] | None = None  # Tried first; they depend on config.json.
     config_adapter: Callable[[HfConfig], MergedAdapter | None] | None = None
-    adapter: MergedAdapter | None = None  # of this config.json, see `configured`
-    side_files: tuple[str, ...] = ()  # state dicts beside the checkpoint; their tensors are named `stem.name`
+    adapter: MergedAdapter | None = None  # The adapter that config.json states, see `configured`.
+    side_files: tuple[str, ...] = ()  # State dicts beside the checkpoint; their tensors are named `stem.name`.
 
     def configured(self, config: HfConfig) -> Family:
         """Return the family with the rules and the adapter of this config.json."""
@@ -233,8 +234,8 @@ def rms_norm(config: HfConfig, default: float, *, unit_offset: bool = False) -> 
     return Norm(config.opt("rms_norm_eps", float, default), unit_offset=unit_offset)
 
 
-def layer_norm(config: HfConfig, key: str = "layer_norm_eps", *, default: float = 1e-5, bias: bool = True) -> Norm:
-    return Norm(config.opt(key, float, default), kind="layer", bias=bias)
+def layer_norm(config: HfConfig, key: str = "layer_norm_eps", *, bias: bool = True) -> Norm:
+    return Norm(config.opt(key, float, 1e-5), kind="layer", bias=bias)
 
 
 def plain_mlp(config: HfConfig, activation: str, *, bias: bool) -> Mlp:

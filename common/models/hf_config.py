@@ -126,7 +126,7 @@ class HfConfig:
     def __init__(self, values: Mapping[str, Any], *, label: str | None = None, path: tuple[str, ...] = ()) -> None:
         self._values = values
         self._label = label or f"model type {values.get('model_type', 'unknown')!r}"
-        self._path = path  # keys from the top of the file to this object
+        self._path = path  # Keys from the top of the file to this object.
         self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
@@ -198,7 +198,8 @@ class HfConfig:
         """Raise ModelError unless the value is allowed, absent or null."""
         self._read.add(key)
         if key in self and self._values[key] not in allowed:
-            choices = " or ".join(reprlib.repr(value) for value in allowed)  # lists have an item per layer
+            # Lists have an item per layer and would be long.
+            choices = " or ".join(reprlib.repr(value) for value in allowed)
             raise self.error(key, f"is {reprlib.repr(self._values[key])}; only {choices} is supported")
 
     def ignore(self, *keys: str) -> None:
@@ -262,13 +263,21 @@ class HfConfig:
 
     def layer_types(self, layers: int, default: Sequence[str]) -> tuple[str, ...]:
         """Return `full_attention` or `sliding_attention` for each layer."""
-        kinds = self.opt("layer_types", list, list(default))
+        return self.layer_kinds("layer_types", layers, default, ("full_attention", "sliding_attention"))
+
+    def layer_kinds(self, key: str, layers: int, default: Sequence[str], supported: Sequence[str]) -> tuple[str, ...]:
+        """Return the kind that a list states for each layer. Raise ModelError for another kind or number of entries."""
+        kinds = self.opt(key, list, list(default))
         for kind in kinds:
-            if kind not in ("full_attention", "sliding_attention"):
-                raise self.error("layer_types", f"has {kind!r}; supported: full_attention, sliding_attention")
+            if kind not in supported:
+                raise self.error(key, f"has {kind!r}; supported: {', '.join(supported)}")
         if len(kinds) != layers:
-            raise self.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
+            raise self.error(key, f"has {len(kinds)} entries for {layers} layers")
         return tuple(kinds)
+
+    def ffn_kinds(self, layers: int, default: Sequence[str]) -> tuple[str, ...]:
+        """Return `dense` or `sparse`, a mixture of experts, for each layer."""
+        return self.layer_kinds("mlp_layer_types", layers, default, ("dense", "sparse"))
 
     def _positive(self, key: str, value: int) -> int:
         if value < 1:
@@ -392,7 +401,8 @@ def _rope(config: HfConfig, section: HfConfig | None, head_dim: int, theta: floa
         section = HfConfig({})
     theta = section.opt("rope_theta", float, theta)
     partial = section.opt("partial_rotary_factor", float, partial)
-    section.ignore("mrope_section", "mrope_interleaved")  # which axis of an image rotates a channel: equal for text
+    # These say which axis of an image rotates a channel; for text all are equal.
+    section.ignore("mrope_section", "mrope_interleaved")
     if section.opt("rope_type", str, "") == "proportional":
         section.expect("factor", 1.0)
         section.finish()
@@ -402,7 +412,7 @@ def _rope(config: HfConfig, section: HfConfig | None, head_dim: int, theta: floa
         raise config.error("head_dim", f"is {head_dim}; it must be at most {MAX_HEAD_SIZE}")
     if dim < 2 or dim % 2 or dim > head_dim or theta <= 1:
         raise config.error("rope", f"theta {theta} on {dim} of {head_dim} channels is not a rotation")
-    if "alpha" in section:  # NTK scaling by a fixed factor, whatever the context
+    if "alpha" in section:  # This is NTK scaling by a fixed factor, whatever the context.
         section.expect("type", "dynamic")
         section.expect("rope_type", "dynamic")
         section.ignore("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -421,7 +431,8 @@ def _scaling(config: HfConfig, section: HfConfig, dim: int) -> RopeScaling | Non
     original = config.opt_size(
         "original_max_position_embeddings", section.opt_size("original_max_position_embeddings", positions)
     )
-    section.ignore("mrope_section", "mrope_interleaved")  # of image positions; text has the same in all three axes
+    # These are of image positions; text has the same position on all three axes.
+    section.ignore("mrope_section", "mrope_interleaved")
     match kind:
         case "default" | "mrope":
             return None

@@ -14,9 +14,9 @@ class Norm:
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
-    unit_offset: bool = False  # multiply by (1 + weight)
-    bias: bool = False  # LayerNorm only
-    scale: bool = True  # multiply by a weight
+    unit_offset: bool = False  # The factor is 1 + weight.
+    bias: bool = False  # LayerNorm also adds a bias.
+    scale: bool = True  # The result is multiplied by a weight.
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Param:
 
     name: str
     shape: tuple[int, ...]
-    axes: str  # one axis letter per dimension (see `spec`), `.` for none
-    groups: int = 1  # groups of heads along axis 0, by which checkpoints interleave fused parameters
-    float32: bool = False  # kept in float32, whatever the dtype of the model's weights
-    scale: float = 1.0  # multiplies the checkpoint's values
+    axes: str  # One axis letter per dimension (see `spec`), `.` for none.
+    groups: int = 1  # Groups of heads along axis 0, by which checkpoints interleave fused parameters.
+    float32: bool = False  # The parameter stays in float32, whatever the dtype of the model's weights.
+    scale: float = 1.0  # Factor of the checkpoint's values.
 
     @property
     def size(self) -> int:

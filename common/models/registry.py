@@ -381,12 +381,12 @@ class SentenceModules:
     """Modules that follow the model in a sentence-transformers folder, see `common.weights.sentence_modules`."""
 
     kind: PoolingKind
-    width: int  # of the hidden states it pools
+    width: int  # Width of the hidden states that it pools.
     dense: tuple[Dense, ...] = ()
-    normalise: bool = False  # L2-normalise the embedding
-    folders: tuple[Path, ...] = ()  # weights of each dense layer
-    max_seq_length: int | None = None  # in tokens; longer texts are truncated
-    prompts: Mapping[str, str] | None = None  # name -> text to put before the input
+    normalise: bool = False  # Embeddings are L2-normalised.
+    folders: tuple[Path, ...] = ()  # Folders with the weights of each dense layer.
+    max_seq_length: int | None = None  # Maximum number of tokens; longer texts are truncated.
+    prompts: Mapping[str, str] | None = None  # Name -> text that precedes the input.
 
 
 _MODULE_RULES: Final[tuple[Rule, ...]] = linear("sentence_modules.{l}.linear", "pooler.dense.{l}")

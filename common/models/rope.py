@@ -27,7 +27,7 @@ class DynamicScaling:
     """Dynamic NTK scaling, fixed at the base of the maximum context so that cached keys stay valid."""
 
     factor: float
-    original: int  # trained context in tokens
+    original: int  # Trained context in tokens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class LongRopeScaling:
     """LongRoPE (arXiv 2402.13753): one divisor per frequency."""
 
     short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]  # applies if the served context exceeds `original` tokens
+    long_factor: tuple[float, ...]  # These apply if the served context exceeds `original` tokens.
     original: int
-    attention_factor: float  # multiplies cos and sin
+    attention_factor: float  # Factor of cos and sin.
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Rope:
     theta: float
     dim: int
     scaling: RopeScaling | None = None
-    interleaved: bool = False  # channels 2i and 2i + 1 form a pair, instead of i and i + dim/2
+    interleaved: bool = False  # Channels 2i and 2i + 1 form a pair, instead of i and i + dim/2.
 
     def half_split_order(self, *, before: int = 0, after: int = 0) -> npt.NDArray[np.int64]:
         """Return the order of a head's channels that makes its rotary pairs 2i, 2i + 1 pairs i, i + dim/2.
@@ -134,7 +134,7 @@ def _dynamic(rope: Rope, scaling: DynamicScaling, max_len: int) -> Float64:
 
 
 def _llama3(frequencies: Float64, scaling: Llama3Scaling) -> Float64:
-    rotations = frequencies * scaling.original / (2 * math.pi)  # within the trained context
+    rotations = frequencies * scaling.original / (2 * math.pi)  # Rotations within the trained context.
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep: Float64 = np.clip((rotations - scaling.low_freq_factor) / span, 0.0, 1.0)
     blended: Float64 = keep * frequencies + (1 - keep) * frequencies / scaling.factor
@@ -153,7 +153,7 @@ def _yarn(rope: Rope, scaling: YarnScaling) -> Float64:
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, rope.dim - 1)
-    width = high - low if high != low else 0.001  # avoids a division by zero
+    width = high - low if high != low else 0.001  # This avoids a division by zero.
     interpolate: Float64 = np.clip((np.arange(rope.dim // 2) - low) / width, 0.0, 1.0)
     frequencies = _plain(rope.theta, rope.dim)
     return frequencies / scaling.factor * interpolate + frequencies * (1 - interpolate)

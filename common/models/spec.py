@@ -20,7 +20,7 @@ from pagoda.common.models.mixers.caches import CacheSpec
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]  # relu2: relu(x)^2
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]  # The activation relu2 is relu(x)^2.
 PoolerActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "tanh"]
 
 
@@ -52,10 +52,10 @@ class Mlp:
     activation: Activation
     gated: bool
     bias: bool = False
-    down_bias: bool = False  # of down alone
-    learned: Xielu | None = None  # takes the place of `activation`, in an ungated Mlp
-    clamped: ClampedGlu | None = None  # takes the place of `activation`, in a gated Mlp
-    clip: float | None = None  # of a gated Mlp: act(gate x) is at most this, up x within plus or minus this
+    down_bias: bool = False  # The matrix down alone has a bias.
+    learned: Xielu | None = None  # It takes the place of `activation`, in an ungated Mlp.
+    clamped: ClampedGlu | None = None  # It takes the place of `activation`, in a gated Mlp.
+    clip: float | None = None  # In a gated Mlp act(gate x) is at most this, and up x within plus or minus this.
     sparsity: float = 0.0
     # Of a gated Mlp: gate x minus this quantile of the normal distribution with its mean and deviation, then relu.
 
@@ -74,7 +74,7 @@ class ExpertGroups:
 
     count: int
     used: int
-    rank_by: Literal["best", "best_two"]  # a group's score: that of its best expert, or the sum of its best two
+    rank_by: Literal["best", "best_two"]  # A group's score is that of its best expert, or the sum of its best two.
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,12 @@ class Router:
     """
 
     top_k: int
-    renormalise: bool  # scale the top-k weights to sum to one
+    renormalise: bool  # The top-k weights are scaled to sum to one.
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    correction: bool = False  # a learned number per expert is added to its score for the choice, not for its weight
+    correction: bool = False  # A learned number per expert is added to its score for the choice, not for its weight.
     groups: ExpertGroups | None = None
-    scale: float = 1.0  # multiplies the weights
-    bias: bool = False  # a learned number per expert is added to its logit
+    scale: float = 1.0  # Factor of the weights.
+    bias: bool = False  # A learned number per expert is added to its logit.
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ class Moe:
     expert: Mlp
     router: Router | SparseMixer
     shared: Mlp | None = None
-    shared_gate: bool = False  # sigmoid(gate x) multiplies the output of the shared Mlp
-    weighs_input: bool = False  # the router's weight multiplies the input of the expert instead of its output
+    shared_gate: bool = False  # The output of the shared Mlp is multiplied by sigmoid(gate x).
+    weighs_input: bool = False  # The router's weight multiplies the input of the expert instead of its output.
 
     def __post_init__(self) -> None:
         """Raise ModelError if groups do not fit the experts, or fewer can be chosen than must be."""
@@ -148,7 +148,7 @@ class SideMoe:
     """
 
     moe: Moe
-    norm: Norm  # all four, each with weights of its own
+    norm: Norm  # All four norms are alike, each with weights of its own.
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +192,9 @@ class InputBlock:
     """
 
     ffn: Mlp
-    norm: Norm  # both, each with its own weights; that before the attention is over [x, e]
-    weights_of: int  # the first layer with these weights; its own number in that layer
-    adapter_rank: int | None  # of gate and up
+    norm: Norm  # Both norms are alike, each with its own weights; the one before the attention is over [x, e].
+    weights_of: int  # The first layer with these weights; its own number in that layer.
+    adapter_rank: int | None  # Rank of the adapters of gate and up.
 
     def __post_init__(self) -> None:
         assert self.ffn.gated, "the block has a gated ffn"
@@ -217,19 +217,19 @@ class Layer:
     Several mixers run side by side on the same input and their outputs are added.
     """
 
-    mixers: tuple[Mixer, ...]  # may be empty: the layer begins with the ffn, or does nothing
-    ffn: Ffn | None  # None: the layer ends after the mixers
+    mixers: tuple[Mixer, ...]  # There may be none: the layer begins with the ffn, or does nothing.
+    ffn: Ffn | None  # None: the layer ends after the mixers.
     norms: Norms
-    norm_after_add: bool = False  # apply the after-norms to the sum instead of to the update
-    parallel: bool = False  # mixers and ffn read the same x; without a before_ffn norm the ffn reads before_mixer(x)
-    residual_scale: float = 1.0  # multiplies each update before it is added
-    norm_residual: bool = False  # updates are added to what the norm before returns, not to what it reads
+    norm_after_add: bool = False  # The after-norms apply to the sum instead of to the update.
+    parallel: bool = False  # Mixers and ffn read the same x; without a before_ffn norm the ffn reads before_mixer(x).
+    residual_scale: float = 1.0  # Factor of each update before it is added.
+    norm_residual: bool = False  # Updates are added to what the norm before returns, not to what it reads.
     side_moe: SideMoe | None = None
     low_rank: LowRankResidual | None = None
-    output_scale: bool = False  # a learned number multiplies the layer's output
+    output_scale: bool = False  # A learned number multiplies the layer's output.
     blend: Blend | None = None
     shortcut: Shortcut | None = None
-    block: InputBlock | None = None  # its attention is the first mixer
+    block: InputBlock | None = None  # Its attention is the first mixer.
 
     def __post_init__(self) -> None:
         assert not self.parallel or (self.mixers and self.ffn is not None), "a parallel layer has mixers and an ffn"
@@ -270,11 +270,11 @@ class Layer:
 class Embedding:
     """Token embedding: norm(scale * token + position + token type)."""
 
-    scale: float = 1.0  # rounded to the weights' dtype
-    positions: int | None = None  # rows of a learned position table, indexed by position + position_offset
+    scale: float = 1.0  # The factor is rounded to the weights' dtype.
+    positions: int | None = None  # Rows of a learned position table, indexed by position + position_offset.
     position_offset: int = 0
-    width: int | None = None  # of the table if it differs from the model's, with projections in and out
-    token_types: int = 0  # rows of a learned table, indexed by a token's segment in a text pair
+    width: int | None = None  # Width of the table if it differs from the model's; projections lead in and out.
+    token_types: int = 0  # Rows of a learned table, indexed by a token's segment in a text pair.
     norm: Norm | None = None
 
 
@@ -286,8 +286,8 @@ class PerLayerEmbedding:
     Layer l ends with x += norm(out(activation(gate x) * part l)).
     """
 
-    vocab: int  # rows of the table; of later tokens the first
-    width: int  # per layer
+    vocab: int  # Number of rows of the table; tokens beyond it have the first row.
+    width: int  # Channels per layer.
     activation: Activation
     norm: Norm
 
@@ -316,8 +316,8 @@ class AltUp:
 class Dense:
     """norm(act(W x + b)) of a vector."""
 
-    width: int  # of the output
-    activation: PoolerActivation | None = None  # None: identity
+    width: int  # Width of the output.
+    activation: PoolerActivation | None = None  # None: the identity.
     bias: bool = True
     norm: Norm | None = None
 
@@ -335,9 +335,9 @@ class Classifier:
 class TokenSelection:
     """The tokens of a prompt that have an output, by their ids."""
 
-    tag: int | None = None  # those with this id
-    skip_first: int | None = None  # not the first if it has this id
-    skip_last: int | None = None  # not the last if it has this id
+    tag: int | None = None  # Only tokens with this id have an output.
+    skip_first: int | None = None  # The first token has no output if it has this id.
+    skip_last: int | None = None  # The last token has no output if it has this id.
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +346,7 @@ class TokenHead:
 
     task: Literal["token_embed", "token_classify"]
     width: int
-    activation: Literal["relu"] | None = None  # of token_classify
+    activation: Literal["relu"] | None = None  # The activation of token_classify.
     selection: TokenSelection = TokenSelection()
 
 
@@ -358,11 +358,11 @@ class Pooler:
     `token_heads` its output is that of its task's head instead.
     """
 
-    kind: PoolingKind  # first token, last token, mean, or all: one output per token
+    kind: PoolingKind  # First token, last token, mean, or all: one output per token.
     dense: tuple[Dense, ...] = ()
     classifier: Classifier | None = None
     token_heads: tuple[TokenHead, ...] = ()
-    selection: TokenSelection = TokenSelection()  # of per-token outputs without heads
+    selection: TokenSelection = TokenSelection()  # Tokens that have an output, if outputs are per token without heads.
 
     def token_head(self, task: str) -> TokenHead | None:
         """Return the head of a task, None if it has none."""
@@ -383,15 +383,15 @@ class ModelSpec:
     width: int
     layers: tuple[Layer, ...]
     final_norm: Norm | None
-    tied: bool  # the head is the embedding table
-    max_positions: int  # maximum context in tokens, from the checkpoint
+    tied: bool  # The head is the embedding table.
+    max_positions: int  # Maximum context in tokens, from the checkpoint.
     embedding: Embedding = Embedding()
     per_layer: PerLayerEmbedding | None = None
     alt_up: AltUp | None = None
     head_bias: bool = False
-    logit_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
-    logit_scale: float = 1.0  # multiplies the logits
-    pooler: Pooler | None = None  # replaces the head; None: the model generates
+    logit_softcap: float | None = None  # Logits become softcap * tanh(logits / softcap).
+    logit_scale: float = 1.0  # Factor of the logits.
+    pooler: Pooler | None = None  # It replaces the head; None: the model generates.
     weight_scales: tuple[tuple[str, float], ...] = ()
     # Shell-style patterns of parameters' names, each with a factor on the checkpoint's values.
 

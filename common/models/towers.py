@@ -55,10 +55,10 @@ _SHARED_KEYS: Final = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token
 class TextTower:
     """The text model of a multimodal architecture."""
 
-    architecture: str | None = None  # None: as the section's `architectures` or `model_type` says
-    sections: tuple[str, ...] = ("text_config",)  # keys of nested objects that lead to its config
-    flat: bool = False  # without the section, its keys are at the top of the file
-    rules: tuple[Rule, ...] = ()  # beyond those of the text model's family
+    architecture: str | None = None  # None: the section's `architectures` or `model_type` names it.
+    sections: tuple[str, ...] = ("text_config",)  # Keys of nested objects that lead to its config.
+    flat: bool = False  # Without the section, its keys are at the top of the file.
+    rules: tuple[Rule, ...] = ()  # Rules beyond those of the text model's family.
 
     def family(self, family: Family) -> Family:
         """Return the text model's family with rules for the names of the multimodal checkpoint."""
@@ -174,9 +174,9 @@ TEXT_TYPES: Final[dict[str, TextType]] = {
 class TextModel:
     """What is loaded of a checkpoint: the text model of a multimodal one, else the whole."""
 
-    config: Mapping[str, Any]  # of the text model, as if it were alone
-    path: tuple[str, ...] = ()  # keys in config.json that lead to it
-    tower: TextTower | None = None  # None: the checkpoint is not multimodal
+    config: Mapping[str, Any]  # The config of the text model, as if it were alone.
+    path: tuple[str, ...] = ()  # Keys in config.json that lead to it.
+    tower: TextTower | None = None  # None: the checkpoint is not multimodal.
 
     def family(self, family: Family) -> Family:
         """Return the family of the text model with the names of this checkpoint."""
@@ -238,13 +238,13 @@ def _nested(config: Mapping[str, Any], name: str, tower: TextTower) -> dict[str,
 def _architecture(name: str, tower: TextTower, section: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Return the architecture of a text section, and the default values of keys that it may leave out."""
     kind = TEXT_TYPES.get(str(section.get("model_type")))
-    stated = section.get("architectures")
+    architectures = section.get("architectures")
     if tower.architecture is not None:
         return tower.architecture, {} if kind is None else kind.defaults
     if kind is not None:
         return kind.architecture, kind.defaults
-    if isinstance(stated, list) and stated:
-        return str(stated[0]), {}
+    if isinstance(architectures, list) and architectures:
+        return str(architectures[0]), {}
     raise ModelError(
         f"architecture {name} has a text model of type {section.get('model_type')!r}, which is not supported; "
         f"supported: {', '.join(sorted(TEXT_TYPES))}"

@@ -24,10 +24,10 @@ from pagoda.common.models.spec import ModelSpec, Pooler
 class TransformersSource:
     """What transformers builds the model from."""
 
-    folder: Path  # of config.json, and of the model's code if it has its own
-    config: Mapping[str, Any]  # config.json with --hf-overrides
-    custom_code: bool  # the folder's Python files define the model (--trust-remote-code)
-    use: PoolUse | None = None  # whose class of transformers is built; None: the model generates
+    folder: Path  # Folder of config.json, and of the model's code if it has its own.
+    config: Mapping[str, Any]  # The config.json with --hf-overrides.
+    custom_code: bool  # The folder's Python files define the model (--trust-remote-code).
+    use: PoolUse | None = None  # The use whose class of transformers is built; None: the model generates.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class EncoderSpec:
     The keys and values of cross-attention are computed from the encoder's output once per request, and kept by row.
     """
 
-    max_positions: int  # maximum tokens that it reads
-    decoder_start: tuple[int, ...]  # token ids that the decoder starts from
-    cross_attention: tuple[str, ...]  # names of the decoder's modules that attend to the encoder's output
-    cross_elements: int  # numbers in all keys and values of one encoder token
+    max_positions: int  # Maximum number of tokens that it reads.
+    decoder_start: tuple[int, ...]  # Token ids that the decoder starts from.
+    cross_attention: tuple[str, ...]  # Names of the decoder's modules that attend to the encoder's output.
+    cross_elements: int  # Numbers in all keys and values of one encoder token.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class TransformersSpec:
     """
 
     vocab: int
-    width: int  # of the hidden states that the head or the pooler reads
-    max_positions: int  # maximum context in tokens, from the checkpoint; of an encoder-decoder model, the decoder's
+    width: int  # Width of the hidden states that the head or the pooler reads.
+    max_positions: int  # Maximum context in tokens, from the checkpoint; of an encoder-decoder model, the decoder's.
     attention: tuple[Attention, ...]
     source: TransformersSource = field(compare=False)
-    pooler: Pooler | None = None  # None: the model generates. Its classifier is transformers' code, with its pooling
+    pooler: Pooler | None = None  # None: the model generates. Its classifier is transformers' code, with its pooling.
     encoder: EncoderSpec | None = None
 
     @property

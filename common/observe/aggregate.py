@@ -20,7 +20,7 @@ class FamilySnapshot(msgspec.Struct, frozen=True):
     name: str
     help: str
     type: str
-    samples: list[tuple[str, dict[str, str], float]]  # name, labels, value
+    samples: list[tuple[str, dict[str, str], float]]  # Name, labels and value of each sample.
 
 
 def snapshot(metrics: Collector) -> list[FamilySnapshot]:

@@ -148,10 +148,10 @@ def setup_logging(
 class Totals:
     """Token counters at one moment."""
 
-    time: float  # monotonic seconds
+    time: float  # Monotonic seconds.
     prompt_tokens: float
     generation_tokens: float
-    drafts: DraftStats | None = None  # None: no speculative decoding
+    drafts: DraftStats | None = None  # None: there is no speculative decoding.
 
 
 def stats_line(before: Totals, now: Totals, stats: EngineStats) -> str | None:

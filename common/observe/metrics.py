@@ -234,7 +234,7 @@ class _ReplicaSeries:
         self._prompt_tokens = parents.prompt_tokens.labels(*labels)
         self._computed_here = parents.by_source.labels(*labels, "local_compute")
         self._cached_here = parents.by_source.labels(*labels, "local_cache_hit")
-        parents.by_source.labels(*labels, "external_kv_transfer")  # stays 0: there is no KV connector
+        parents.by_source.labels(*labels, "external_kv_transfer")  # It stays 0: there is no KV connector.
         self._cached_tokens = parents.cached_tokens.labels(*labels)
         self._generation_tokens = parents.generation_tokens.labels(*labels)
         self._success = {reason: parents.success.labels(*labels, reason) for reason in FINISH_REASONS}

@@ -45,16 +45,16 @@ class RequestTrace:
     """What a span tells about an ended request. Times are monotonic seconds, 0 for events that did not occur."""
 
     request_id: str
-    parent: Context | None  # context that `Tracer.parent` returned
-    arrival_time: float  # Unix seconds
+    parent: Context | None  # The context that `Tracer.parent` returned.
+    arrival_time: float  # Unix seconds.
     arrival: float
-    queued: float  # the prompt is tokenised and sent to the engine
+    queued: float  # The time at which the prompt is tokenised and sent to the engine.
     scheduled: float
     first_token: float
     last_token: float
     prompt_tokens: int
     completion_tokens: int
-    finish_reasons: tuple[str, ...]  # one per sequence; "error": the engine failed
+    finish_reasons: tuple[str, ...]  # One reason per sequence; "error": the engine failed.
     n: int = 1
     temperature: float | None = None
     top_p: float | None = None
@@ -79,14 +79,14 @@ class Tracer:
 
     def __init__(self, config: ObservabilityConfig, model: str, exporter: SpanExporter | None = None) -> None:
         assert config.otlp_traces_endpoint is not None
-        named = "OTEL_SERVICE_NAME" in os.environ
-        resource = Resource.create(None if named else {SERVICE_NAME: "pagoda"})
+        has_service_name = "OTEL_SERVICE_NAME" in os.environ
+        resource = Resource.create(None if has_service_name else {SERVICE_NAME: "pagoda"})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter or _exporter(config.otlp_traces_endpoint)))
         self._tracer = self._provider.get_tracer("pagoda")
         self._propagator = TraceContextTextMapPropagator()
         self._model = model
-        atexit.register(self.close)  # scripts need not end their engine
+        atexit.register(self.close)  # Scripts need not end their engine.
         self._phases = frozenset(phase for module in config.traced_modules for phase in PHASES[module])
 
     def parent(self, headers: Mapping[str, str] | None = None) -> Context:
@@ -104,7 +104,7 @@ class Tracer:
 
     def record(self, request: RequestTrace) -> None:
         """Queue the spans of an ended request for export."""
-        offset = request.arrival_time - request.arrival  # difference between Unix and monotonic seconds
+        offset = request.arrival_time - request.arrival  # Difference between Unix and monotonic seconds.
         end = max(request.last_token, request.first_token, request.scheduled, request.queued, request.arrival)
         span = self._tracer.start_span(
             REQUEST_SPAN,
@@ -154,7 +154,7 @@ class Tracer:
         ending = threading.Thread(target=self._provider.shutdown, name="pagoda-traces", daemon=True)
         try:
             ending.start()
-        except RuntimeError:  # Python 3.12 and later start no thread once a program ends
+        except RuntimeError:  # Python 3.12 and later start no thread once a program ends.
             self._provider.shutdown()
             return
         ending.join(timeout)

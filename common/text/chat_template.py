@@ -208,7 +208,7 @@ def _render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
         return template.render(variables)
     except MemoryError:
         raise
-    except Exception as error:  # a template can raise anything; the engine must serve the next request
+    except Exception as error:  # A template can raise anything; the engine must serve the next request.
         raise RequestError("messages", f"the chat template refused the messages: {_shortened(error)}") from None
 
 
@@ -350,7 +350,7 @@ def _shows_late_system(template: str, as_parts: bool) -> bool:
     ]
     try:
         text = _compiled(template).render({"messages": plain, "add_generation_prompt": True})
-    except Exception:  # a template can raise anything
+    except Exception:  # A template can raise anything.
         return False
     return _END_MARK.strip() in text
 
@@ -464,8 +464,8 @@ TRUSTED_ROLES: Final = frozenset({"system", "developer", "assistant"})
 """Roles whose messages the application or the model wrote: special tokens in them are parsed."""
 
 _NONCE_CHARS: Final = 4
-_PRIVATE: Final = (0xF0000, 0xFFFE)  # first code point and number of a plane for private use
-_KINDS: Final = (0x100000, 0xFFFE)  # first code point and number of another plane: which special token a marker is
+_PRIVATE: Final = (0xF0000, 0xFFFE)  # First code point and number of code points of a plane for private use.
+_KINDS: Final = (0x100000, 0xFFFE)  # The same of another plane, which says which special token a marker is.
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -511,17 +511,17 @@ def _literal_spans(
     read: list[list[_Found]] = []
     for joins in (True, False):
         shown = [markers.in_message(message, joins) for message in messages]
-        found = markers.found(render(shown, markers.in_value(documents)))
-        if found not in read:
-            read.append(found)
+        shown_markers = markers.found(render(shown, markers.in_value(documents)))
+        if shown_markers not in read:
+            read.append(shown_markers)
     plain = [_Found(match[0], False) for match in pattern.finditer(text)]
     # These are the template's own: in this rendering no message has any.
     template_tokens = [token for token in read[0] if not token.is_literal]
-    for found in (*read, plain):
-        same = [token.text for token in found] == [token.text for token in plain]
-        if same and [token for token in found if not token.is_literal] == template_tokens:
+    for shown_markers in (*read, plain):
+        same = [token.text for token in shown_markers] == [token.text for token in plain]
+        if same and [token for token in shown_markers if not token.is_literal] == template_tokens:
             spans = (match.span() for match in pattern.finditer(text))
-            return tuple(span for span, token in zip(spans, found) if token.is_literal)
+            return tuple(span for span, token in zip(spans, shown_markers) if token.is_literal)
     raise RequestError(
         "messages",
         f"the chat template changes a message that contains the special token {markers.example!r}, so that it cannot "
@@ -543,7 +543,7 @@ class _Markers:
     def __init__(self, pattern: re.Pattern[str], text: str) -> None:
         """`text`: the rendered conversation, which has no marker in it."""
         self._pattern = pattern
-        self._kinds: dict[str, str] = {}  # text of a special token -> marker
+        self._kinds: dict[str, str] = {}  # Text of a special token -> marker.
         first, count = _PRIVATE
         while (nonce := "".join(chr(first + secrets.randbelow(count)) for _ in range(_NONCE_CHARS))) in text:
             pass
@@ -570,20 +570,20 @@ class _Markers:
         if isinstance(value, str):
             return self._pattern.sub(lambda match: self._marker_of(match[0]), value)
         if isinstance(value, Mapping):
-            return {self.in_value(key): self.in_value(each) for key, each in value.items()}
-        return [self.in_value(each) for each in value] if isinstance(value, list | tuple) else value
+            return {self.in_value(key): self.in_value(item) for key, item in value.items()}
+        return [self.in_value(item) for item in value] if isinstance(value, list | tuple) else value
 
     def found(self, rendered: str) -> list[_Found]:
         """Return the special tokens of a rendering and its markers, in order."""
         names = {marker: text for text, marker in self._kinds.items()}
-        found = []
+        matches = []
         start = 0
         for marker in self._marker.finditer(rendered):
             between = rendered[start : marker.start()]
-            found += [_Found(match[0], False) for match in self._pattern.finditer(between)]
-            found.append(_Found(names.get(marker[0], ""), True))
+            matches += [_Found(match[0], False) for match in self._pattern.finditer(between)]
+            matches.append(_Found(names.get(marker[0], ""), True))
             start = marker.end()
-        return found + [_Found(match[0], False) for match in self._pattern.finditer(rendered[start:])]
+        return matches + [_Found(match[0], False) for match in self._pattern.finditer(rendered[start:])]
 
     def _in_parts(self, parts: Sequence[Any]) -> list[Any]:
         """Return parts with markers, where a special token that is split over parts is one in the first of them."""
@@ -591,23 +591,23 @@ class _Markers:
         joined = "".join(text for _, text in texts)
         spans = [match.span() for match in self._pattern.finditer(joined)]
         marked = list(parts)
-        at = 0
+        position = 0
         next_span = 0
         for index, text in texts:
-            end = at + len(text)
+            end = position + len(text)
             pieces = []
-            start = at
+            start = position
             while next_span < len(spans) and spans[next_span][0] < end:
                 first, last = spans[next_span]
                 pieces.append(joined[start : max(start, first)])
-                if first >= at:
+                if first >= position:
                     pieces.append(self._marker_of(joined[first:last]))
                 start = min(last, end)
                 if last > end:
                     break  # The text goes on in the next part.
                 next_span += 1
             marked[index] = _with_text(self.in_value(parts[index]), "".join(pieces) + joined[start:end])
-            at = end
+            position = end
         return marked
 
     def _marker_of(self, text: str) -> str:
@@ -632,12 +632,12 @@ def _all_texts(value: Any) -> Iterable[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             yield from _all_texts(key)
-            yield from _all_texts(each)
+            yield from _all_texts(item)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _all_texts(each)
+        for item in value:
+            yield from _all_texts(item)
 
 
 def _is_untrusted(message: Mapping[str, Any]) -> bool:

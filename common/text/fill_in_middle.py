@@ -18,10 +18,10 @@ class FillFormat:
 
     prefix: str
     suffix: str
-    middle: str = ""  # the last token of the prompt, if any
+    middle: str = ""  # The last token of the prompt, if any.
     ends: tuple[str, ...] = ()
     suffix_first: bool = False
-    drops_space: bool = False  # the tokenizer adds a space before a text, which a suffix does not have
+    drops_space: bool = False  # The tokenizer adds a space before a text, which a suffix does not have.
 
 
 _FORMATS: Final = (
@@ -90,5 +90,5 @@ _LEAD: Final = "☺"
 
 def _without_space(tokenizer: Tokenizer, text: str) -> list[int]:
     lead = tokenizer.encode(_LEAD, False)
-    whole = tokenizer.encode(_LEAD + text, False)
-    return whole[len(lead) :] if whole[: len(lead)] == lead else tokenizer.encode(text, False)
+    with_lead = tokenizer.encode(_LEAD + text, False)
+    return with_lead[len(lead) :] if with_lead[: len(lead)] == lead else tokenizer.encode(text, False)

@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-_BASE: Final = 0x9E3779B97F4A7C15  # odd, so that powers of it have inverses modulo 2**64
+_BASE: Final = 0x9E3779B97F4A7C15  # The base is odd, so that its powers have inverses modulo 2**64.
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 _FILTER_BITS: Final = 22
 _GUESS_BITS: Final = 21
-_CHUNK_TOKENS: Final = 1 << 14  # bounds the memory of temporaries
+_CHUNK_TOKENS: Final = 1 << 14  # This bounds the memory of temporaries.
 _NEVER: Final = np.iinfo(np.int32).max
 
 
@@ -238,8 +238,8 @@ class _Ids:
         """Position of each hash, -1 if absent."""
         positions = self._guess[_slot(hashes, _GUESS_BITS)]
         missed = np.flatnonzero(self._hashes[positions] != hashes)
-        at = np.minimum(np.searchsorted(self._sorted, hashes[missed]), len(self._sorted) - 1)
-        positions[missed] = np.where(self._sorted[at] == hashes[missed], self._order[at], -1)
+        index = np.minimum(np.searchsorted(self._sorted, hashes[missed]), len(self._sorted) - 1)
+        positions[missed] = np.where(self._sorted[index] == hashes[missed], self._order[index], -1)
         return positions
 
 

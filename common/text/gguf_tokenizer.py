@@ -47,7 +47,7 @@ ROLE_KEYS: Final = {
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
-    "sep_token": "seperator_token_id",  # the format's own spelling
+    "sep_token": "seperator_token_id",  # The format spells it so.
     "mask_token": "mask_token_id",
 }
 
@@ -80,7 +80,7 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
         backend = build(metadata, tokens, types, special)
     except ModelError:
         raise
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # The library raises bare Exception.
         raise _broken(error) from None
     _add_tokens(backend, tokens, types, special, str(metadata.get("general.name", "")), byte_level)
     bos, eos = _ends(metadata, str(kind), rule, special)
@@ -327,9 +327,9 @@ _DEFAULT_IDS: Final = {"bos_token": 101, "unk_token": 100, "sep_token": 102, "pa
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     prefix = "tokenizer.chat_template."
-    named = {key.removeprefix(prefix): str(value) for key, value in metadata.items() if key.startswith(prefix)}
+    templates = {key.removeprefix(prefix): str(value) for key, value in metadata.items() if key.startswith(prefix)}
     default = metadata.get("tokenizer.chat_template")
-    return named if default is None else {**named, "default": str(default)}
+    return templates if default is None else {**templates, "default": str(default)}
 
 
 def _need(metadata: Mapping[str, Any], key: str) -> Any:

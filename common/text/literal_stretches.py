@@ -64,12 +64,12 @@ def stretches_of(
     The tokens at which it is split are not in the stretches of those. `left`, `right`: texts of tokens that take up the
     white space on that side of them.
     """
-    returned = 0  # the end of the last stretch
-    begin = 0  # the end of the last special token that is not literal
-    found: list[Span] = []
+    returned = 0  # The end of the last stretch.
+    begin = 0  # The end of the last special token that is not literal.
+    spans: list[Span] = []
     for span in (*(match.span() for match in pattern.finditer(text)), (len(text), len(text))):
         if span in literal:
-            found.append(span)
+            spans.append(span)
             continue
         start, end = span
         name = text[start:end]
@@ -77,12 +77,12 @@ def stretches_of(
             start -= 1
         while name in right and end < len(text) and text[end].isspace():
             end += 1
-        if found:
+        if spans:
             if returned < begin:
                 yield Stretch(returned, begin)
-            yield Stretch(begin, start, tuple(found))
+            yield Stretch(begin, start, tuple(spans))
             returned = start
-            found = []
+            spans = []
         begin = end
     if returned < len(text):
         yield Stretch(returned, len(text))

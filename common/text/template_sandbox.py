@@ -249,7 +249,7 @@ def _tojson(
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     if indent is None:
         return _check_length(encoder.encode(value))
-    return _LimitedSandbox.concat(encoder.iterencode(value))  # indentation multiplies the length of nested values
+    return _LimitedSandbox.concat(encoder.iterencode(value))  # Indentation multiplies the length of nested values.
 
 
 def _raise_exception(message: str) -> NoReturn:

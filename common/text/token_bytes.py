@@ -30,8 +30,8 @@ class TokenBytes(dict[int, bytes]):
         super().__init__(literal)
         self._text_of = text_of
         self._spell = spell
-        self.strip_first_space = strip  # decoding drops one space at the start of the whole text
-        self.has_literal = bool(literal)  # the package tokenizers decodes these tokens as other bytes
+        self.strip_first_space = strip  # Decoding drops one space at the start of the whole text.
+        self.has_literal = bool(literal)  # The package tokenizers decodes these tokens as other bytes.
         self.texts = TokenTexts(self)
 
     def __missing__(self, token_id: int) -> bytes:
@@ -101,8 +101,8 @@ def _literal(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
     for id, token in backend.get_added_tokens_decoder().items():
         data = _spell_byte_level(token.content)
         text = token.content.encode()
-        known = backend.model.token_to_id(token.content) is not None
-        if data != text and not (known and _NOT_IN_UTF8.isdisjoint(data)):
+        is_in_model = backend.model.token_to_id(token.content) is not None
+        if data != text and not (is_in_model and _NOT_IN_UTF8.isdisjoint(data)):
             tokens[id] = text
     return tokens
 

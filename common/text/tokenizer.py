@@ -82,10 +82,10 @@ class Tokenizer:
     """A model's tokenizer. Thread-safe and stateless."""
 
     backend: tokenizers.Tokenizer
-    special_tokens: Mapping[str, str] = field(default_factory=dict)  # role -> text, such as "bos_token" -> "<s>"
-    chat_templates: Mapping[str, str] = field(default_factory=dict)  # name -> jinja source; usually only "default"
-    max_tokens: int | None = None  # reject texts of surely more tokens without tokenising them whole
-    highest_id: int | None = None  # the highest id except those of added tokens, if known
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # Role -> text, such as "bos_token" -> "<s>".
+    chat_templates: Mapping[str, str] = field(default_factory=dict)  # Name -> jinja source; usually only "default".
+    max_tokens: int | None = None  # A text that has surely more tokens is rejected without being tokenised.
+    highest_id: int | None = None  # The highest id except those of added tokens, if known.
 
     def with_context(self, max_tokens: int) -> Tokenizer:
         """Return a copy that rejects texts longer than `max_tokens` tokens."""
@@ -132,11 +132,12 @@ class Tokenizer:
         `literal`: as of encode_literal. Raises as `encode` does.
         """
         self._check_length(text)
-        if literal and self.special_pattern is not None:
+        pattern = self.special_pattern if literal else None
+        if pattern is not None:
             before, after = self._added_around if add_special_tokens else ([], [])
             inner = [
                 (part.start + start, part.start + end)
-                for part in self._parts(text, literal, offsets=True)
+                for part in self._parts(text, pattern, literal, offsets=True)
                 for start, end in part.encoding.offsets[part.lead :]
             ]
             return [*((0, 0) for _ in before), *inner, *((0, 0) for _ in after)]
@@ -189,11 +190,12 @@ class Tokenizer:
 
         Raises as `encode` does.
         """
-        if not literal or self.special_pattern is None:
+        pattern = self.special_pattern if literal else None
+        if pattern is None:
             return self.encode(text, add_special_tokens)
         self._check_length(text)
         before, after = self._added_around if add_special_tokens else ([], [])
-        inner = [id for part in self._parts(text, literal) for id in part.encoding.ids[part.lead :]]
+        inner = [id for part in self._parts(text, pattern, literal) for id in part.encoding.ids[part.lead :]]
         return [*before, *inner, *after]
 
     @cached_property
@@ -288,23 +290,25 @@ class Tokenizer:
         copy.encode_special_tokens = True
         return copy
 
-    def _parts(self, text: str, literal: Collection[Span], *, offsets: bool = False) -> Iterator[_EncodedPart]:
+    def _parts(
+        self, text: str, pattern: re.Pattern[str], literal: Collection[Span], *, offsets: bool = False
+    ) -> Iterator[_EncodedPart]:
         """Tokenise a text in parts, in which the special tokens at the spans in `literal` are ordinary text.
 
-        Where a vocabulary has a special token's text as an ordinary token, too, that text is split.
+        `pattern`: `special_pattern`. Where a vocabulary has a special token's text as an ordinary token, too, that text
+        is split.
         """
-        assert self.special_pattern is not None
         left, right = self._takes_space
-        for stretch in stretches_of(text, self.special_pattern, frozenset(literal), left=left, right=right):
+        for stretch in stretches_of(text, pattern, frozenset(literal), left=left, right=right):
             start = stretch.start
             end = stretch.end
             if not stretch.literal:
                 yield _EncodedPart(start, _encoding(self.backend, text[start:end], offsets=offsets))
                 continue
-            whole = self._ordinary(text, start, end, offsets)
-            own = {self.backend.token_to_id(text[first:last]) for first, last in stretch.literal}
-            if own.isdisjoint(whole.encoding.ids):
-                yield whole
+            part = self._ordinary(text, start, end, offsets)
+            literal_ids = {self.backend.token_to_id(text[first:last]) for first, last in stretch.literal}
+            if literal_ids.isdisjoint(part.encoding.ids):
+                yield part
                 continue
             cuts = [start, *(first + 1 for first, _ in stretch.literal), end]
             for first, last in pairwise(cuts):
@@ -343,9 +347,9 @@ class Tokenizer:
     @cached_property
     def _added_around(self) -> tuple[list[int], list[int]]:
         """The special tokens that are added before and after a text."""
-        ids, whole = (_encode(self.backend, "a", special) for special in (False, True))
-        start = next(i for i in range(len(whole)) if whole[i : i + len(ids)] == ids)
-        return whole[:start], whole[start + len(ids) :]
+        ids, with_special = (_encode(self.backend, "a", special) for special in (False, True))
+        start = next(i for i in range(len(with_special)) if with_special[i : i + len(ids)] == ids)
+        return with_special[:start], with_special[start + len(ids) :]
 
     @cached_property
     def _spaces_special_tokens(self) -> bool:
@@ -448,14 +452,14 @@ def _encoding(
     if cancelled is not None and cancelled.is_set():
         raise TokenisingCancelledError
     try:
-        if len(text) > GIL_RELEASE_CHARS:  # `encode` holds the GIL, the batch calls do not; the fast one has no offsets
+        if len(text) > GIL_RELEASE_CHARS:  # Only the batch calls release the GIL; the fast one has no offsets.
             batch = backend.encode_batch if offsets else backend.encode_batch_fast
             return batch([text], add_special_tokens=add_special_tokens)[0]
         return backend.encode(text, add_special_tokens=add_special_tokens)
     except UnicodeEncodeError:
         raise RequestError("prompt", "the text contains half of a surrogate pair, which is not a character") from None
     except TypeError:
-        if isinstance(text, str):  # some versions of the library report the surrogate as a type error
+        if isinstance(text, str):  # Some versions of the library report the surrogate as a type error.
             raise RequestError("prompt", "the text contains characters that cannot be encoded as UTF-8") from None
         raise
     except Exception as error:  # The library raises it for a character that no token has.
@@ -524,9 +528,9 @@ def pre_truncate(
 
 def _from_word_boundary(text: str) -> str:
     """The text from its first space between two alphanumeric characters, if one is near: tokens begin there."""
-    for at in range(1, min(_MAX_WORD_CHARS, len(text) - 1)):
-        if text[at] == " " and text[at - 1].isalnum() and text[at + 1].isalnum():
-            return text[at:]
+    for position in range(1, min(_MAX_WORD_CHARS, len(text) - 1)):
+        if text[position] == " " and text[position - 1].isalnum() and text[position + 1].isalnum():
+            return text[position:]
     return text
 
 
@@ -580,10 +584,11 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._include = include_stop_str_in_output
         self._min_tokens = min_tokens
-        self._parts: list[str] = []  # pieces of text that were emitted
-        self._pending = ""  # decoded but not emitted, as it may begin a stop string; every match lies within it
-        self.num_tokens = 0  # tokens consumed, up to the one that completed a stop string
-        self.stop_hit: str | None = None  # the stop string that ended the text
+        self._parts: list[str] = []  # Pieces of text that were emitted.
+        # Text that is decoded but not emitted, as it may begin a stop string; all matches lie within it.
+        self._pending = ""
+        self.num_tokens = 0  # Number of tokens consumed, up to the one that completed a stop string.
+        self.stop_hit: str | None = None  # The stop string that ended the text.
 
     @property
     def text(self) -> str:
@@ -716,9 +721,9 @@ class ByteStream:
         self._table = table
         self._texts = table.texts
         self._skipped = skipped
-        self._at_start = at_start  # the next byte is the first of the whole text; drop it if it is a space
+        self._at_start = at_start  # The next byte is the first of the text and is dropped if it is a space.
         self._decoder = _Utf8Decoder("replace")
-        self._incomplete = False  # the decoder has buffered part of a character
+        self._incomplete = False  # The decoder has buffered part of a character.
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text these tokens complete."""

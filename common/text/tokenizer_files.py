@@ -33,10 +33,10 @@ class TokenizerParts:
     """A tokenizer as read from its files."""
 
     backend: tokenizers.Tokenizer
-    special_tokens: Mapping[str, str] = field(default_factory=dict)  # role ("bos_token") -> text
-    chat_templates: Mapping[str, str] = field(default_factory=dict)  # name -> jinja source
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # Role -> text, such as "bos_token" -> "<s>".
+    chat_templates: Mapping[str, str] = field(default_factory=dict)  # Name -> jinja source.
     highest_id: int | None = (
-        None  # the highest id except those of added tokens; None if the file does not tell without reading every token
+        None  # The highest id except those of added tokens; None if only reading every token would tell.
     )
 
 
@@ -106,7 +106,7 @@ def is_panic(error: BaseException) -> bool:
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except BaseException as error:  # the library raises bare Exception; its panics are not even that
+    except BaseException as error:  # The library raises bare Exception; its panics are not even that.
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise ModelError(f"{path}: cannot be read ({error}); fetch the file again") from None
@@ -145,8 +145,8 @@ def _missing(folder: Path) -> str:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    named = {role: _token_text(config.get(role)) for role in ROLES}
-    return {role: text for role, text in named.items() if text is not None}
+    token_texts = {role: _token_text(config.get(role)) for role in ROLES}
+    return {role: text for role, text in token_texts.items() if text is not None}
 
 
 def _token_text(token: object) -> str | None:
@@ -158,15 +158,15 @@ def _token_text(token: object) -> str | None:
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
     """Add the tokens that the config names and the backend lacks: first those listed by id, then special tokens."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    added_texts = {token.content for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
     by_id = [_added_token(listed[key]) for key in sorted(listed, key=int)]
-    backend.add_tokens([token for token in by_id if token.content not in known])
-    known.update(token.content for token in by_id)
+    backend.add_tokens([token for token in by_id if token.content not in added_texts])
+    added_texts.update(token.content for token in by_id)
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
     names: Iterable[object] = extra.values() if isinstance(extra, Mapping) else extra
     wanted = [*special.values(), *(text for name in names if (text := _token_text(name)) is not None)]
-    new = [text for text in dict.fromkeys(wanted) if text not in known]
+    new = [text for text in dict.fromkeys(wanted) if text not in added_texts]
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in new])
 
 

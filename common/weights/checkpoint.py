@@ -13,7 +13,8 @@ from pagoda.common.weights.folder import FolderCheckpoint
 from pagoda.common.weights.gguf.checkpoint import GgufCheckpoint
 from pagoda.common.weights.gguf.file import GgufFile
 from pagoda.common.weights.hub import gguf_in, resolve_model
-from pagoda.common.weights.quantization.tensors import Scheme, Value
+from pagoda.common.weights.quantization.schemes import Scheme
+from pagoda.common.weights.quantization.tensors import Value
 from pagoda.common.weights.sharded import ShardedCheckpoint, is_sharded
 
 

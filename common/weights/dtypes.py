@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 
 def _opaque(name: str, bits: str) -> np.dtype[Any]:
-    return np.dtype([(name, bits)], align=True)  # without align, numpy considers every address aligned
+    return np.dtype([(name, bits)], align=True)  # Without align, numpy considers every address aligned.
 
 
 BFLOAT16: Final = _opaque("bfloat16", "<u2")
@@ -52,7 +52,7 @@ def to_float32(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """Convert numpy's dtypes, bfloat16, float8_e4m3fn or float8_e8m0fnu to float32. Raises TypeError for others."""
     if array.dtype == BFLOAT16:
         wide = as_uint(array).astype(np.uint32)
-        wide <<= 16  # bfloat16 is the upper half of float32
+        wide <<= 16  # The upper half of float32 is bfloat16.
         return wide.view(np.float32)
     if array.dtype == FLOAT8_E4M3FN:
         return np.take(_FLOAT8_VALUES, as_uint(array))
@@ -73,7 +73,7 @@ def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
     """Round float32 to the nearest bfloat16, ties to even; NaN stays NaN."""
     wide = values.view(np.uint32)
     rounded = (wide + (0x7FFF + (wide >> 16 & 1))) >> 16
-    quiet = wide >> 16 | 0x40  # a NaN with its payload in the lower half must not become infinity
+    quiet = wide >> 16 | 0x40  # A NaN with its payload in the lower half must not become infinity.
     return np.where(np.isnan(values), quiet, rounded).astype("<u2").view(BFLOAT16)
 
 
@@ -81,8 +81,9 @@ def to_float8(values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
     """Round float32 of at most 448 to the nearest float8_e4m3fn, ties to even."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     size = bits & 0x7FFFFFFF
-    normal = (size + (0x7FFFF + (size >> 20 & 1)) >> 20) - ((127 - 7) << 3)  # 3 of 23 bits of the mantissa
-    subnormal = np.rint(np.abs(values) * np.float32(512))  # steps of 2 ** -9; 8 of them are the smallest normal
-    rounded = np.where(size < 0x3C800000, subnormal.astype(np.uint32), normal)  # 2 ** -6
+    normal = (size + (0x7FFFF + (size >> 20 & 1)) >> 20) - ((127 - 7) << 3)  # The mantissa keeps 3 of 23 bits.
+    # The unit is 2 ** -9; 8 of them are the smallest normal number.
+    subnormal = np.rint(np.abs(values) * np.float32(512))
+    rounded = np.where(size < 0x3C800000, subnormal.astype(np.uint32), normal)  # The threshold is 2 ** -6.
     array: npt.NDArray[Any] = (rounded | bits >> 24 & 0x80).astype(np.uint8).view(FLOAT8_E4M3FN)
     return array

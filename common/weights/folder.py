@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.family import Family
 from pagoda.common.weights.files import NamedTensor, leaves_folder, read_file, read_json
-from pagoda.common.weights.quantization.tensors import Scheme
+from pagoda.common.weights.quantization.schemes import Scheme
 from pagoda.common.weights.safetensors import SafetensorsFile
 from pagoda.common.weights.torch_bin import TorchFile
 
@@ -106,12 +106,12 @@ def _open_files(folder: Path, formats: Sequence[str]) -> list[tuple[WeightFile, 
     if not formats:
         return []
     for kind in formats:
-        whole = folder / f"{_STEMS[kind]}{_SUFFIXES[kind]}"
-        index = whole.with_name(f"{whole.name}.index.json")
+        single_file = folder / f"{_STEMS[kind]}{_SUFFIXES[kind]}"
+        index = single_file.with_name(f"{single_file.name}.index.json")
         if index.is_file():
             return _open_shards(index, kind)
-        if whole.is_file():
-            return _open_all([whole], kind)
+        if single_file.is_file():
+            return _open_all([single_file], kind)
         loose = sorted(folder.glob(f"{_STEMS[kind]}*{_SUFFIXES[kind]}"))
         if loose:
             return _open_all(loose, kind)
@@ -129,14 +129,14 @@ def _open(path: Path, kind: str) -> WeightFile:
 
 
 def _open_all(paths: list[Path], kind: str) -> list[tuple[WeightFile, list[str]]]:
-    seen: dict[str, Path] = {}
+    files_by_tensor: dict[str, Path] = {}
     result = []
     for path in paths:
         file = _open(path, kind)
         for name in file.sizes:
-            if name in seen:
-                raise WeightError(f"{path}: tensor {name} is in {seen[name].name} too")
-            seen[name] = path
+            if name in files_by_tensor:
+                raise WeightError(f"{path}: tensor {name} is in {files_by_tensor[name].name} too")
+            files_by_tensor[name] = path
         result.append((file, list(file.sizes)))
     return result
 
@@ -172,7 +172,7 @@ def _shard_path(index: Path, shard: str) -> Path:
     path = index.parent.joinpath(*parts)
     try:
         is_file = path.is_file()
-    except OSError:  # a name that is too long
+    except OSError:  # The name is too long.
         is_file = False
     if not is_file:
         raise WeightError(f"{index}: names the shard {shard}, which is missing; download it again")

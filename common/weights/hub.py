@@ -36,7 +36,7 @@ class DownloadPlan:
     """What to download of a repository."""
 
     patterns: tuple[str, ...]
-    gguf: str | None = None  # the file to open, if the model is a GGUF file
+    gguf: str | None = None  # The file to open, if the model is a GGUF file.
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _Repository:
     name: str
     quant: str
     revision: str | None
-    token: str | bool | None  # None: chosen by the hub's client; True: its stored token
+    token: str | bool | None  # None: the hub's client chooses; True: its stored token.
     cache: str | None
     ignored: tuple[str, ...]
 
@@ -151,7 +151,7 @@ def _resolve_on_hub(repository: _Repository, plan: Callable[[Sequence[str]], Dow
         ) from None
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
-    except Exception as error:  # network errors differ between versions of the hub's client
+    except Exception as error:  # Network errors differ between versions of the hub's client.
         reason = str(error).strip().partition("\n")[0]
         return _cached(repository, f"the hub cannot be reached ({reason})")
 
@@ -230,7 +230,7 @@ def plan_download(names: Sequence[str], load_format: str, *, quant: str = "", we
     return DownloadPlan((*_COMMON_FILES, *_parts(names, file)), file)
 
 
-_NO_MODELS: Final = ("mmproj", "imatrix")  # name parts of GGUF files that are not language models
+_NO_MODELS: Final = ("mmproj", "imatrix")  # Name parts of GGUF files that are not language models.
 
 
 def _gguf_files(folder: Path) -> list[str]:

@@ -33,10 +33,9 @@ from pagoda.common.models.family import (
 )
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import BFLOAT16, dtype_name, to_bfloat16, to_float32
+from pagoda.common.weights.quantization.schemes import ScaledScheme, Scheme
 from pagoda.common.weights.quantization.tensors import (
-    Blocks,
     QuantizedTensor,
-    Scheme,
     Value,
     concatenate,
     scaled,
@@ -104,31 +103,31 @@ def with_equal_head(
 
 def _checked_head(rules: Sequence[Rule], tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
     index = _index([rule for rule in _reading(rules) if not {"embed", "head"}.isdisjoint(_targets(rule))])
-    found: dict[str, tuple[str, Value]] = {}
+    values: dict[str, tuple[str, Value]] = {}
     for name, tensor in tensors:
         yield name, tensor
         for target in {target for rule in index.get(name, ()) for target in _targets(rule)} & {"embed", "head"}:
-            found[target] = (name, tensor)
-            if len(found) == 2:
-                _check_equal(embed=found["embed"], head=found["head"])
-                found.clear()
+            values[target] = (name, tensor)
+            if len(values) == 2:
+                _check_equal(embed=values["embed"], head=values["head"])
+                values.clear()
 
 
-_ROWS_COMPARED: Final = 1024  # rows compared at a time, so that no table of gigabytes is copied
+_ROWS_COMPARED: Final = 1024  # Rows compared at a time, so that no table of gigabytes is copied.
 
 
 def _check_equal(*, embed: tuple[str, Value], head: tuple[str, Value]) -> None:
     """Raise WeightError unless two tensors, each with its name, have the same values. Rows of zeros may follow."""
     embed_name, table = embed
     head_name, values = head
-    how = "is quantised apart"
+    problem = "is quantised apart"
     if not isinstance(table, QuantizedTensor) and not isinstance(values, QuantizedTensor):
         if _equal(table, values):
             return
-        how = "differs"
+        problem = "differs"
     raise WeightError(
-        f"tensor {head_name} {how} from {embed_name}, but config.json says with tie_word_embeddings that the head is "
-        "the embedding table; to use the stored head, pass --hf-overrides '{\"tie_word_embeddings\": false}'"
+        f"tensor {head_name} {problem} from {embed_name}, but config.json says with tie_word_embeddings that the head "
+        "is the embedding table; to use the stored head, pass --hf-overrides '{\"tie_word_embeddings\": false}'"
     )
 
 
@@ -194,8 +193,8 @@ def merge_adapter(tensors: Iterable[tuple[str, Value]], adapter: MergedAdapter) 
     """
     waiting: dict[str, dict[str, Float32]] = {}
     for name, tensor in tensors:
-        module, found, part = name.partition(_PARAMETRIZED)
-        if not found:
+        module, separator, part = name.partition(_PARAMETRIZED)
+        if not separator:
             yield name, tensor
             continue
         tensor = _values_of_blocks(tensor)
@@ -204,10 +203,10 @@ def merge_adapter(tensors: Iterable[tuple[str, Value]], adapter: MergedAdapter) 
         parts = waiting.setdefault(module, {})
         parts[part] = to_float32(tensor) if part == "original" else to_float32(tensor[adapter.index])
         if len(parts) == len(_ADAPTED):
-            whole, first, second = (waiting[module][part] for part in _ADAPTED)
+            original, first, second = (waiting[module][part] for part in _ADAPTED)
             del waiting[module]
-            product = second @ first if second.shape[0] == whole.shape[0] else first @ second
-            yield f"{module}.weight", whole + np.float32(adapter.scale) * product
+            product = second @ first if second.shape[0] == original.shape[0] else first @ second
+            yield f"{module}.weight", original + np.float32(adapter.scale) * product
     for module, parts in waiting.items():
         lacks = next(part for part in _ADAPTED if part not in parts)
         raise WeightError(f"tensor {module}: the checkpoint lacks its {lacks}; download it again")
@@ -274,9 +273,9 @@ class TensorMatch:
                 yield targets[0], _changed(name, tensor, params[targets[0]], lambda values: _unit(values, axis))
             case Shift(offset=offset):
                 yield targets[0], _changed(name, tensor, params[targets[0]], lambda values: values + np.float32(offset))
-            case TokenRows(tokens=tokens, difference=difference, whole=whole):
-                if whole is not None:
-                    yield whole, _checked(name, tensor, False, whole, params[whole].shape)
+            case TokenRows(tokens=tokens, difference=difference, table=table):
+                if table is not None:
+                    yield table, _checked(name, tensor, False, table, params[table].shape)
                 yield targets[0], _token_rows(name, tensor, tokens, difference, params[targets[0]])
             case Split():
                 yield from _split(name, tensor, self.rule, [params[target] for target in targets])
@@ -301,8 +300,8 @@ class _PartialStack:
         self._shape = param.shape
         self._source = source
         self._missing = set(range(param.shape[0]))
-        self._kind: tuple[str, tuple[int, ...]] | None = None  # kind of all parts, see `_kind`
-        self._values: Array | None = None  # the stack, if its parts are dense
+        self._kind: tuple[str, tuple[int, ...]] | None = None  # Kind of all parts, see `_kind`.
+        self._values: Array | None = None  # The stack, if its parts are dense.
         self._quantised: dict[int, QuantizedTensor] = {}
 
     def put(self, number: int, name: str, part: Value) -> bool:
@@ -311,8 +310,7 @@ class _PartialStack:
             reason = "occurs twice" if number < self._shape[0] else f"but there are {self._shape[0]}"
             raise WeightError(f"tensor {name}: part {number} {reason}")
         kind = _kind(part)
-        if self._kind not in (None, kind):
-            assert self._kind is not None
+        if self._kind is not None and self._kind != kind:
             raise WeightError(
                 f"tensor {name}: dtype {_kind_text(kind)}, but parts before it have {_kind_text(self._kind)}"
             )
@@ -340,8 +338,9 @@ class _PartialStack:
 def _kind(part: Value) -> tuple[str, tuple[int, ...]]:
     """Return what all parts of a stack have in common: dtype, and the groups of quantised ones."""
     if isinstance(part, QuantizedTensor):
-        dtype = dtype_name(part.data.dtype)
-        return f"{part.scheme.kind.name} blocks" if isinstance(part.scheme, Blocks) else dtype, part.group_shape
+        if isinstance(part.scheme, ScaledScheme):
+            return dtype_name(part.data.dtype), part.group_shape
+        return part.scheme.words, part.group_shape
     return dtype_name(part.dtype), ()
 
 
@@ -397,8 +396,8 @@ def _reshaped(name: str, tensor: Value, transpose: bool, param: Param) -> Value:
     if tensor.size != param.size:
         needs = f"parameter {param.name} needs {param.size} numbers"
         raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, {needs}")
-    whole: Array = tensor.reshape(shape)
-    return (whole.swapaxes(-1, -2) if transpose else whole).reshape(param.shape)
+    reshaped: Array = tensor.reshape(shape)
+    return (reshaped.swapaxes(-1, -2) if transpose else reshaped).reshape(param.shape)
 
 
 def _token_rows(name: str, tensor: Value, tokens: Sequence[int], difference: bool, param: Param) -> Float32:
@@ -444,7 +443,7 @@ def _split_slices(rule: Split, parts: Sequence[Param], groups: int) -> Iterator[
 
 
 def _is_blocks(tensor: Value) -> bool:
-    return isinstance(tensor, QuantizedTensor) and isinstance(tensor.scheme, Blocks)
+    return isinstance(tensor, QuantizedTensor) and not isinstance(tensor.scheme, ScaledScheme)
 
 
 def _values_of_blocks(tensor: Value) -> Value:
@@ -594,12 +593,12 @@ def _fused(rule: Split, params: Sequence[Param], parts: Mapping[str, Array]) -> 
     arrays = [parts[param.name] for param in params]
     if len({array.dtype for array in arrays}) > 1:
         arrays = [to_float32(array) for array in arrays]
-    whole = np.empty(_split_shape(rule, params), arrays[0].dtype)
+    fused = np.empty(_split_shape(rule, params), arrays[0].dtype)
     before = (slice(None),) * rule.axis
     for array, slices in zip(arrays, _split_slices(rule, params, 1)):
         for piece, values in zip(slices, np.split(array, len(slices), rule.axis)):
-            whole[(*before, piece)] = values
-    return whole.swapaxes(-1, -2) if rule.transpose is True else whole
+            fused[(*before, piece)] = values
+    return fused.swapaxes(-1, -2) if rule.transpose is True else fused
 
 
 def _unapplied(rule: TensorRule, array: Array) -> Array:
@@ -639,15 +638,17 @@ def _filled(source: str, numbers: Mapping[str, str]) -> str:
 
 def _pattern(target: str) -> re.Pattern[str]:
     """Return a regular expression for the parameters of a rule's target, with a group per placeholder."""
-    pieces = _PLACEHOLDER.split(target)  # text and names of placeholders take turns
-    return re.compile("".join(rf"(?P<{piece}>\d+)" if at % 2 else re.escape(piece) for at, piece in enumerate(pieces)))
+    pieces = _PLACEHOLDER.split(target)  # Text and names of placeholders take turns.
+    return re.compile(
+        "".join(rf"(?P<{piece}>\d+)" if index % 2 else re.escape(piece) for index, piece in enumerate(pieces))
+    )
 
 
 def _targets(rule: TensorRule) -> tuple[str, ...]:
     match rule:
         case Split(targets=targets):
             return targets
-        case TokenRows(target=target, whole=str(whole)):
-            return target, whole
+        case TokenRows(target=target, table=str(table)):
+            return target, table
         case _:
             return (rule.target,)

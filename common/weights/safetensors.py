@@ -21,7 +21,7 @@ from pagoda.common.weights import dtypes
 from pagoda.common.weights.files import array_at, map_file
 
 _LENGTH_BYTES = 8
-_MAX_HEADER = 100_000_000  # bytes; the format's limit
+_MAX_HEADER = 100_000_000  # Limit of the format, in bytes.
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -50,7 +50,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 class _Entry:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    begin: int  # bytes after the header
+    begin: int  # Bytes after the header.
     end: int
 
 
@@ -91,7 +91,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> No
         end = end + array.nbytes
         header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # Tensors begin at a multiple of 8.
     with path.open("wb") as file:
         file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         for array in tensors.values():

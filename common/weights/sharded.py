@@ -28,9 +28,9 @@ class Leaf:
     """One stored array."""
 
     shape: tuple[int, ...]
-    axes: str  # a logical axis letter per dimension
+    axes: str  # One logical axis letter per dimension.
     dtype: str
-    checksum: int  # checksum of the values, computed by the writing backend
+    checksum: int  # Checksum of the values, computed by the writing backend.
 
     @property
     def size(self) -> int:
@@ -43,11 +43,11 @@ class Manifest:
     """Description of the arrays."""
 
     format: int = FORMAT
-    pagoda: str  # version of pagoda that wrote them
+    pagoda: str  # The version of pagoda that wrote them.
     architectures: tuple[str, ...]
     dtype: str
     tensor_parallel_size: int
-    leaves: Mapping[str, Leaf]  # parameter path -> array
+    leaves: Mapping[str, Leaf]  # Parameter path -> array.
 
     @property
     def summary(self) -> str:

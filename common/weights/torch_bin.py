@@ -58,12 +58,12 @@ _STORAGES = {
     "UntypedStorage": "uint8",
 }
 
-_MAX_PICKLE = 1 << 28  # bytes; millions of tensors
+_MAX_PICKLE = 1 << 28  # Size in bytes, enough for millions of tensors.
 _MAX_INFLATION: Final = 64
 """Maximum ratio of a compressed record's size to its size in the file; weights shrink by less than half."""
-_SMALL_RECORD: Final = 1 << 16  # bytes; a smaller record counts as this many
+_SMALL_RECORD: Final = 1 << 16  # Size in bytes; a smaller record counts as this many.
 _LOCAL_MAGIC: Final = b"PK\3\4"
-_LOCAL_HEADER: Final = 30  # bytes of a zip local header before the name
+_LOCAL_HEADER: Final = 30  # Bytes of a zip local header before the name.
 
 
 class TorchFile:
@@ -162,7 +162,7 @@ def _read(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
             f"{path}: refused: record {name} inflates {entry.compress_size} bytes to {entry.file_size}; save it again "
             "with torch.save, which does not compress"
         )
-    if entry.header_offset + entry.compress_size > path.stat().st_size:  # zipfile would allocate that much
+    if entry.header_offset + entry.compress_size > path.stat().st_size:  # The module zipfile would allocate that much.
         raise WeightError(f"{path}: truncated: record {name} states {entry.compress_size} bytes; download it again")
     if entry.compress_type == zipfile.ZIP_STORED and entry.file_size != entry.compress_size:
         raise WeightError(
@@ -182,10 +182,10 @@ def _describe(path: Path, archive: zipfile.ZipFile, root: str) -> dict[str, Tens
         state = _StateDictUnpickler(io.BytesIO(pickled)).load()
     except WeightError as error:
         raise WeightError(f"{path}: {error}") from None
-    except Exception as error:  # a hostile or broken pickle may raise anything
+    except Exception as error:  # A hostile or broken pickle may raise anything.
         raise WeightError(f"{path}: corrupt description of the tensors ({type(error).__name__}: {error})") from None
     if isinstance(state, dict) and isinstance(model := dict.get(state, "model_key"), str):
-        state = dict.get(state, model)  # fairseq2 keeps the state dict beside its name
+        state = dict.get(state, model)  # The library fairseq2 keeps the state dict beside its name.
     if not isinstance(state, dict):
         raise WeightError(f"{path}: contains no state dict but a {type(state).__name__}")
     for name, value in dict.items(state):
@@ -199,7 +199,7 @@ class _Storage(NamedTuple):
     """The archive's record `data/{key}`."""
 
     key: str
-    dtype_name: str  # a key of DTYPES
+    dtype_name: str  # A key of DTYPES.
 
 
 class TensorView(NamedTuple):
@@ -304,8 +304,8 @@ def _tensor(key: str, dtype: str, offset: int, shape: Sequence[int], strides: Se
 # whose opcodes build only tuples and numbers, no compression, no view larger than its storage. Memory use is bounded by
 # the bytes sent.
 
-_MAX_TENSOR_PICKLE: Final = 4096  # bytes; a tensor needs about 150
-_MAX_ENTRIES: Final = 64  # entries of the archive; a tensor needs 7
+_MAX_TENSOR_PICKLE: Final = 4096  # Size in bytes; a tensor needs about 150.
+_MAX_ENTRIES: Final = 64  # Number of entries of the archive; a tensor needs 7.
 _ENTRY_MAGIC: Final = b"PK\1\2"
 
 _NOT_A_TENSOR: Final = "it contains something else than one dense tensor"
@@ -323,7 +323,7 @@ _OPCODES: Final = frozenset(
 class _TensorUnpickler(_StateDictUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
-            return tuple  # the tensor's empty dict of hooks
+            return tuple  # The tensor's empty dict of hooks.
         try:
             return super().find_class(module, name)
         except WeightError:
@@ -339,7 +339,7 @@ def read_tensor(data: bytes) -> npt.NDArray[np.generic]:
             return _read_tensor(data, archive)
     except WeightError:
         raise
-    except Exception:  # a hostile or broken archive may raise anything
+    except Exception:  # A hostile or broken archive may raise anything.
         raise WeightError("it is not what torch.save writes of a tensor") from None
 
 

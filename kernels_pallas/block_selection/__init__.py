@@ -53,7 +53,7 @@ def store_heads(
 ) -> jax.Array:
     """Return the cache with k and v [T, K, H] of all real tokens. `batch`: `cleaned`."""
     if not use_kernel:
-        return write(k, v, cache, layer, batch, make_knobs(1.0, *(None,) * 6), layout)
+        return write(k, v, cache, layer, batch, make_knobs(1.0), layout)
     everything = replace(batch, counts=jnp.stack([jnp.int32(0), batch.counts[1]]))
     return write_latents(layout.pack(k, v).swapaxes(0, 1), cache, layer, everything, layout, interpret=interpret)
 

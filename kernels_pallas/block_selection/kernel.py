@@ -7,6 +7,7 @@ beyond a sequence fetch its last page again, which costs nothing, and compute no
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
@@ -19,12 +20,24 @@ from pagoda.kernels_pallas.latent_attention.layout import LatentLayout, load_lat
 from pagoda.kernels_pallas.ragged_paged_attention.attend import dot
 from pagoda.kernels_pallas.ragged_paged_attention.layout import LANES
 from pagoda.kernels_pallas.ragged_paged_attention.plan import RaggedBatch
-from pagoda.kernels_pallas.recurrent_state import VISIT_FIELDS, RecurrentBatch, TileVisits, tile_visits
+from pagoda.kernels_pallas.recurrent_state import RecurrentBatch, TileVisits, tile_visits
 
 MAX_PAGES: Final = 16
 """Pages of a step, at most, unless a block has more."""
 MIN_BLOCKS: Final = 8
 """Blocks of a step, if they are in no more pages."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SelectionScalars:
+    """The scalar-prefetch arguments: int32 arrays, and in the kernel the same names of refs in SMEM."""
+
+    visits: TileVisits  # `block` is the sequence
+    layer: Any  # [1]
+    table: Any  # the page table, flattened
+    last: Any  # [S]: last page of each sequence, an index into its row of the table
+    kv_len: Any  # [S]
 
 
 def block_scores(
@@ -55,20 +68,18 @@ def block_scores(
     rows = heads * tile
     chunks = -(-max_pages * page // (LANES * size))
     everything = RecurrentBatch(
-        batch.query_start,
-        jnp.arange(batch.max_seqs, dtype=jnp.int32),
-        jnp.zeros(batch.max_seqs, bool),
-        jnp.stack([jnp.int32(0), batch.counts[1]]),
+        query_start=batch.query_start,
+        blocks=jnp.arange(batch.max_seqs, dtype=jnp.int32),
+        is_first=jnp.zeros(batch.max_seqs, bool),
+        counts=jnp.stack([jnp.int32(0), batch.counts[1]]),
     )
     visits, count = tile_visits(everything, tokens, tile)
     padded = jnp.pad(layout.to_lanes(q), ((0, tiles * tile - tokens), (0, 0), (0, 0))).astype(layout.compute_dtype)
     queries = padded.reshape(tiles, tile, heads, -1).swapaxes(1, 2).reshape(tiles, rows, -1)
     last = jnp.maximum(batch.kv_len - 1, 0) // page
 
-    def body(*refs: Any) -> None:
-        plan = TileVisits(*refs[: len(VISIT_FIELDS)])
-        _, _, _, lengths = refs[len(VISIT_FIELDS) : len(VISIT_FIELDS) + 4]
-        q_ref, *keys_refs, out = refs[len(VISIT_FIELDS) + 4 :]
+    def body(scalars: SelectionScalars, q_ref: Any, keys_refs: tuple[Any, ...], out: Any) -> None:
+        plan = scalars.visits
         visit = pl.program_id(1)
         step = pl.program_id(2)
 
@@ -89,30 +100,36 @@ def block_scores(
 
         pl.when((step == 0) & (plan.new_tile[visit] == 1))(clear)
         start = (pl.program_id(0) * steps + step) * blocks * size
-        pl.when(start < lengths[plan.block[visit]])(score)
+        pl.when(start < scalars.kv_len[plan.block[visit]])(score)
 
     def page_index(number: int) -> Any:
-        def index(chunk: Any, visit: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
-            sequence = scalars[1][visit]
-            layer, table, last, _ = scalars[len(VISIT_FIELDS) :]
-            at = jnp.minimum((chunk * steps + step) * pages + number, last[sequence])
-            return layer[0], table[sequence * max_pages + at], 0, 0, 0
+        def page_of_step(chunk: Any, visit: Any, step: Any, scalars: SelectionScalars) -> tuple[Any, ...]:
+            sequence = scalars.visits.block[visit]
+            index = jnp.minimum((chunk * steps + step) * pages + number, scalars.last[sequence])
+            return scalars.layer[0], scalars.table[sequence * max_pages + index], 0, 0, 0
 
-        return index
+        return page_of_step
 
-    scalars = (*(getattr(visits, name) for name in VISIT_FIELDS), layer[None])
-    scalars = (*scalars, batch.page_table.reshape(-1), last.astype(jnp.int32), batch.kv_len)
+    scalars = SelectionScalars(
+        visits=visits,
+        layer=layer[None],
+        table=batch.page_table.reshape(-1),
+        last=last.astype(jnp.int32),
+        kv_len=batch.kv_len,
+    )
     scores: jax.Array = pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct((tiles, rows, chunks * LANES), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=1,
             grid=(chunks, count, steps),
             in_specs=[
-                pl.BlockSpec((1, rows, layout.width), lambda _, visit, __, tile, *___: (tile[visit], 0, 0)),
-                *(pl.BlockSpec((1, 1, *cache.shape[2:]), page_index(number)) for number in range(pages)),
+                pl.BlockSpec((1, rows, layout.width), lambda _, visit, __, scalars: (scalars.visits.tile[visit], 0, 0)),
+                tuple(pl.BlockSpec((1, 1, *cache.shape[2:]), page_index(number)) for number in range(pages)),
             ],
-            out_specs=pl.BlockSpec((1, rows, LANES), lambda chunk, visit, _, tile, *__: (tile[visit], 0, chunk)),
+            out_specs=pl.BlockSpec(
+                (1, rows, LANES), lambda chunk, visit, _, scalars: (scalars.visits.tile[visit], 0, chunk)
+            ),
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",) * 3,
@@ -121,5 +138,5 @@ def block_scores(
         ),
         interpret=interpret,
         name="block_scores",
-    )(*scalars, queries, *(cache,) * pages)
+    )(scalars, queries, (cache,) * pages)
     return scores.reshape(tiles, heads, tile, -1).swapaxes(1, 2).reshape(tiles * tile, heads, -1)[:tokens]

@@ -22,7 +22,6 @@ from pagoda.kernels_pallas import recurrent_state
 from pagoda.kernels_pallas.gated_delta.inputs import DeltaInputs
 from pagoda.kernels_pallas.gated_delta.rule import HeadChunk, KeyChunk, chunk_rule, token_rule
 from pagoda.kernels_pallas.recurrent_state import (
-    VISIT_FIELDS,
     Arrays,
     RecurrentBatch,
     TileVisits,
@@ -89,25 +88,49 @@ def mixed(
     beta, decay = (jnp.pad(x, ((0, pad), (0, 0))).T.reshape(key_heads, group, -1) for x in (inputs.beta, inputs.decay))
     columns = jnp.concatenate([beta, decay], 1).swapaxes(1, 2)  # [K, T, 2 group]
 
-    def body(layer: Any, *refs: Any) -> None:
-        plan = TileVisits(*refs[: len(VISIT_FIELDS)])
-        arrays = refs[len(VISIT_FIELDS) :]
-        MixedBody(group, exact, plan, *arrays).run()
+    def body(
+        _: Any,
+        visits: TileVisits,
+        q: Any,
+        k: Any,
+        v: Any,
+        columns: Any,
+        decay: Any,
+        before: Any,
+        out: Any,
+        after: Any,
+        state: Any,
+    ) -> None:
+        MixedBody(
+            group=group,
+            exact=exact,
+            visits=visits,
+            q=q,
+            k=k,
+            v=v,
+            columns=columns,
+            decay=decay,
+            before=before,
+            out=out,
+            after=after,
+            state=state,
+        ).run()
 
     def tile_of(*block: int) -> pl.BlockSpec:
         """Return the spec of the slots' tile, whose tokens are the second-last axis."""
         middle = (0,) * (len(block) - 2)
-        return pl.BlockSpec((slots, *block), lambda slot, i, _, tile, *__: (slot, *middle, tile[i], 0))
+        return pl.BlockSpec((slots, *block), lambda slot, i, _, visits: (slot, *middle, visits.tile[i], 0))
 
     state = pl.BlockSpec(
-        (1, 1, slots * group, rows, width), lambda slot, i, layer, _, block, *__: (layer[0], block[i], slot, 0, 0)
+        (1, 1, slots * group, rows, width), lambda slot, i, layer, visits: (layer[0], visits.block[i], slot, 0, 0)
     )
-    row_spec = pl.BlockSpec((slots, group, TILE), lambda slot, i, _, tile, *__: (slot, 0, tile[i]))
+    row_spec = pl.BlockSpec((slots, group, TILE), lambda slot, i, _, visits: (slot, 0, visits.tile[i]))
+    inputs_of_call = (layer[None], visits, q, k, v, columns, decay)
     out, states = pl.pallas_call(
         body,
         out_shape=[jax.ShapeDtypeStruct(v.shape, jnp.float32), jax.ShapeDtypeStruct(states.shape, states.dtype)],
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1 + len(VISIT_FIELDS),
+            num_scalar_prefetch=2,
             grid=(key_heads // slots, num_visits),
             in_specs=[
                 tile_of(TILE, rows),
@@ -120,7 +143,7 @@ def mixed(
             out_specs=[tile_of(group, TILE, width), state],
             scratch_shapes=[pltpu.VMEM((slots * group, rows, width), jnp.float32)],
         ),
-        input_output_aliases={1 + len(VISIT_FIELDS) + 5: 1},
+        input_output_aliases={len(jax.tree.leaves(inputs_of_call)): 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
             disable_bounds_checks=True,
@@ -133,7 +156,7 @@ def mixed(
         ),
         interpret=interpret,
         name="gated_delta_mixed",
-    )(layer[None], *(getattr(visits, name) for name in VISIT_FIELDS), q, k, v, columns, decay, states)
+    )(*inputs_of_call, states)
     return out.reshape(heads, -1, width).swapaxes(0, 1)[:tokens], states
 
 

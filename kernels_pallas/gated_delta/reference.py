@@ -63,7 +63,7 @@ def _mixed(
             real = start + jnp.arange(CHUNK) < end
             part = part.masked(real).by_head()
             q, k, v, beta, decay = (x.swapaxes(0, 1) for x in (part.q, part.k, part.v, part.beta, part.decay))
-            heads, state = jax.vmap(_chunk)(q, k, v, beta[..., None], decay[..., None], decay[:, None], state)
+            heads, state = jax.vmap(_chunk)(q, k, v, beta, decay, state)
             previous = jax.lax.dynamic_slice_in_dim(out, start, CHUNK)
             merged = jnp.where(real[:, None, None], heads.swapaxes(0, 1), previous)
             return jax.lax.dynamic_update_slice_in_dim(out, merged, start, 0), state
@@ -75,6 +75,9 @@ def _mixed(
     return out[:tokens], states
 
 
-def _chunk(q: jax.Array, k: jax.Array, *head: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the outputs of one head's chunk, and its state. `head`: the fields of `HeadChunk`."""
-    return chunk_rule([KeyChunk(q, k, (HeadChunk(*head),))], exact=True)[0]
+def _chunk(
+    q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, decay: jax.Array, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the outputs [C, V] of one head's chunk, and its state. q, k [C, K]; v [C, V]; beta, decay [C]."""
+    head = HeadChunk(v=v, beta=beta[:, None], decay=decay[:, None], decay_row=decay[None], state=state)
+    return chunk_rule([KeyChunk(q, k, (head,))], exact=True)[0]

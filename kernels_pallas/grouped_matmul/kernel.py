@@ -11,8 +11,7 @@ Grouping rows with prefetched offsets is known from MegaBlocks (arXiv 2211.15841
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from itertools import islice
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import jax
@@ -50,9 +49,6 @@ class Visits:
     number: Any  # index of the group among those with rows
     following: Any  # next group with rows, cyclic
     groups: Any  # [1]: number of groups with rows
-
-
-FIELDS = tuple(field.name for field in fields(Visits))
 
 
 def visits(sizes: jax.Array, rows: int, tile: int) -> tuple[Visits, jax.Array]:
@@ -333,42 +329,59 @@ def grouped_matmul_kernel(
     part_blocks = outer // blocks.columns
     buffer_shape = (blocks.columns, stored) if transposed else (stored, blocks.columns)
 
-    def out_index(column: Any, visit: Any, _: Any, tile: Any, *__: Any) -> tuple[Any, Any, Any]:
+    def out_index(column: Any, visit: Any, _: Any, plan: Visits) -> tuple[Any, Any, Any]:
         part = jax.lax.div(column, jnp.int32(part_blocks))
-        return part, tile[visit], column - part * part_blocks
+        return part, plan.tile[visit], column - part * part_blocks
 
-    def tile_index(_: Any, visit: Any, __: Any, tile: Any, *___: Any) -> tuple[Any, Any]:
-        return tile[visit], 0
+    def tile_spec(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((blocks.rows, x.shape[1]), lambda _, visit, __, plan: (plan.tile[visit], 0))
 
-    def body(layer: Any, *refs: Any) -> None:
-        plan = Visits(*refs[: len(FIELDS)])
-        arrays = iter(refs[len(FIELDS) :])
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
 
-        def taken(count: int) -> tuple[Any, ...]:
-            return tuple(islice(arrays, count))
+    def body(
+        layer: Any,
+        plan: Visits,
+        rows: Any,
+        sums: tuple[Any, ...],
+        weights: Any,
+        others: tuple[Any, ...],
+        out: Any,
+        buffers: Any,
+        other_buffers: tuple[Any, ...],
+        semaphores: Any,
+    ) -> None:
+        MatmulKernelBody(
+            blocks=blocks,
+            part_blocks=part_blocks,
+            transposed=transposed,
+            kind=kind,
+            group=group,
+            layer=layer,
+            visits=plan,
+            rows=rows,
+            sums=sums,
+            weights=weights,
+            others=others,
+            out=out,
+            buffers=buffers,
+            other_buffers=other_buffers,
+            semaphores=semaphores,
+        ).run()
 
-        n = len(others)
-        of_tile: tuple[Any, ...] = *taken(1), taken(len(sums))
-        stored: tuple[Any, ...] = *taken(1), taken(n)
-        buffered: tuple[Any, ...] = *taken(2), taken(n)  # the result, and buffers
-        operands = (*of_tile, *stored, *buffered, *arrays)
-        MatmulKernelBody(blocks, part_blocks, transposed, kind, group, layer, plan, *operands).run()
-
-    buffers = [pltpu.VMEM((2, *buffer_shape), matrices.dtype)]
-    buffers += [pltpu.VMEM((2, each.shape[3], blocks.columns), each.dtype) for each in others]
-    moved = sum(each.size // each.shape[0] * each.dtype.itemsize for each in (matrices, *others))
+    moved = sum(x.size // x.shape[0] * x.dtype.itemsize for x in (matrices, *others))
     return pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct((parts, count, outer), out_dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1 + len(FIELDS),
+            num_scalar_prefetch=2,
             grid=(parts * part_blocks, num_visits),
-            in_specs=[
-                *[pl.BlockSpec((blocks.rows, each.shape[1]), tile_index) for each in (rows, *sums)],
-                *[pl.BlockSpec(memory_space=pl.ANY)] * (1 + len(others)),
-            ],
+            in_specs=[tile_spec(rows), tuple(map(tile_spec, sums)), anywhere, (anywhere,) * len(others)],
             out_specs=pl.BlockSpec((1, blocks.rows, blocks.columns), out_index),
-            scratch_shapes=[*buffers, pltpu.SemaphoreType.DMA((2,))],
+            scratch_shapes=[
+                pltpu.VMEM((2, *buffer_shape), matrices.dtype),
+                tuple(pltpu.VMEM((2, x.shape[3], blocks.columns), x.dtype) for x in others),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
@@ -382,7 +395,7 @@ def grouped_matmul_kernel(
         ),
         interpret=interpret,
         name="grouped_matmul",
-    )(layer[None], *(getattr(plan, name) for name in FIELDS), rows, *sums, matrices, *others)
+    )(layer[None], plan, rows, sums, matrices, others)
 
 
 _SPAN: Final = 2048

@@ -64,7 +64,7 @@ def latent_attention(
     Raise ValueError for invalid shapes or dtypes, or a page table too large for scalar memory.
     """
     batch = RaggedBatch(query_start, kv_len, page_table, counts)
-    knobs = make_knobs(scale, *(None,) * 6)
+    knobs = make_knobs(scale)
     check_shape("latents", latents.shape, (q.shape[0], layout.channels))
     check_shape("channels of q", (q.shape[2],), (layout.channels,))
     check_cache(cache, layout.shape(*cache.shape[:2]), layout, batch)

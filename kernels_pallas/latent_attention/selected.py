@@ -263,39 +263,60 @@ def _variant(
         rules=StaticRules(),
     )
     scalars, num_tiles = scalar_arguments(layer, batch, knobs, size, tiles, decode=decode)
-    prefetch = tuple(vars(scalars).values())
     shape = (*tiled.shape[:4], layout.value_width)
     tile, out_tile = (
-        pl.BlockSpec((1, *sizes[1:]), lambda i, step, *_: (step[3] + i, 0, 0, 0, 0)) for sizes in (tiled.shape, shape)
+        pl.BlockSpec((1, *sizes[1:]), lambda i, scalars: (scalars.first_tile + i, 0, 0, 0, 0))
+        for sizes in (tiled.shape, shape)
     )
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
 
-    def body(*refs: Any) -> None:
-        smem = Scalars(*refs[: len(prefetch)])
-        arrays = refs[len(prefetch) :]
-        q_ref, words_ref, cache_ref, out, kv, marks, top, acc, total, slot, fetched, marked = arrays
+    def body(
+        smem: Scalars,
+        q: Any,
+        words: Any,
+        cache: Any,
+        out: Any,
+        kv: Any,
+        marks: Any,
+        state: State,
+        slot: Any,
+        fetched: Any,
+        marked: Any,
+    ) -> None:
         plan = KernelPlan(static, smem)
-        transfers = MarkedTransfers(plan, None, cache_ref, kv, fetched, None, words_ref, marks, marked)
-        SelectedKernelBody(plan, q_ref, out, transfers, State(top, acc, total), slot).run()
+        transfers = MarkedTransfers(
+            plan=plan,
+            new=None,
+            cache=cache,
+            kv=kv,
+            fetched=fetched,
+            written=None,
+            words=words,
+            marks=marks,
+            marked=marked,
+        )
+        SelectedKernelBody(plan=plan, q=q, out=out, transfers=transfers, state=state, slot=slot).run()
 
-    row_shape = (1, static.rows)
-    buffers = [
-        ((2, pages, *cache.shape[2:]), cache.dtype),
-        ((2, 1, static.block_tokens), jnp.int32),
-        *(((*row_shape, width), jnp.float32) for width in (LANES, layout.value_width, LANES)),
-    ]
-    held = sum(4 * math.prod(each) for each, _ in buffers)
+    def of_rows(width: int) -> Any:
+        return pltpu.VMEM((1, static.rows, width), jnp.float32)
+
+    buffers: tuple[Any, ...] = (
+        pltpu.VMEM((2, pages, *cache.shape[2:]), cache.dtype),
+        pltpu.VMEM((2, 1, static.block_tokens), jnp.int32),
+        State(top=of_rows(LANES), acc=of_rows(layout.value_width), total=of_rows(LANES)),
+    )
+    held = sum(4 * math.prod(buffer.shape) for buffer in jax.tree.leaves(buffers))
     tile_bytes = 2 * (tiled.size // tiles * tiled.dtype.itemsize + math.prod(shape[1:]) * jnp.dtype(out_dtype).itemsize)
     out: jax.Array = pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct(shape, out_dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(prefetch),
+            num_scalar_prefetch=1,
             grid=(num_tiles,),
             in_specs=[tile, anywhere, anywhere],
             out_specs=out_tile,
             scratch_shapes=[
-                *(pltpu.VMEM(each, dtype) for each, dtype in buffers),
+                *buffers,
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -308,6 +329,6 @@ def _variant(
         ),
         interpret=interpret,
         name=f"selected_attention_{'decode' if decode else 'mixed'}",
-    )(*prefetch, tiled, words, cache)
+    )(scalars, tiled, words, cache)
     out = out[:, 0, :, :heads] if decode else out.reshape(tiles, heads, size, -1).swapaxes(1, 2)
     return out.reshape(tiles * size, heads, -1)[:count]

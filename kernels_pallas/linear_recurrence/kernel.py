@@ -23,7 +23,6 @@ from pagoda.kernels_pallas import recurrent_state
 from pagoda.kernels_pallas.linear_recurrence.inputs import RecurrenceInputs
 from pagoda.kernels_pallas.linear_recurrence.rules import LANES, Rule
 from pagoda.kernels_pallas.recurrent_state import (
-    VISIT_FIELDS,
     RecurrentBatch,
     TileVisits,
     TokenInputs,
@@ -92,14 +91,16 @@ def mixed(
         of_part = splits // parts
         x = jnp.pad(x, ((0, pad), (0, 0), (0, 0))).reshape(tokens + pad, slots * parts, share)
         if share % LANES == 0 or slots * parts == 1:
-            block = pl.BlockSpec((tile, share), lambda part, i, _, tile, *__: (tile[i], _divide(part, of_part)[0]))
+            block = pl.BlockSpec((tile, share), lambda part, i, _, visits: (visits.tile[i], _divide(part, of_part)[0]))
             return x.reshape(tokens + pad, -1), block
-        block = pl.BlockSpec((None, tile, share), lambda part, i, _, tile, *__: (_divide(part, of_part)[0], tile[i], 0))
+        block = pl.BlockSpec(
+            (None, tile, share), lambda part, i, _, visits: (_divide(part, of_part)[0], visits.tile[i], 0)
+        )
         return x.swapaxes(0, 1), block
 
-    def state_index(part: Any, i: Any, layer: Any, _: Any, block: Any, *__: Any) -> tuple[Any, ...]:
+    def state_index(part: Any, i: Any, layer: Any, visits: TileVisits) -> tuple[Any, ...]:
         slot, split = _divide(part, splits)
-        return layer[0], block[i], slot, 0, split
+        return layer[0], visits.block[i], slot, 0, split
 
     def fixed_index(part: Any, *_: Any) -> tuple[Any, ...]:
         slot, split = _divide(part, splits)
@@ -109,30 +110,48 @@ def mixed(
     state = pl.BlockSpec((1, 1, 1, rows, lanes), state_index)
     keys = [of_parts(x, 1) for x in inputs.keys]
     values = [of_parts(x, splits) for x in inputs.values]
-    arrays, specs = zip(*keys, *values, *((x, fixed) for x in inputs.fixed))
-    scalars = 1 + len(VISIT_FIELDS)
+    key_arrays, key_specs = zip(*keys)
+    value_arrays, value_specs = zip(*values)
+    arrays = (key_arrays, value_arrays, inputs.fixed)
+    first_value = value_arrays[0]
 
-    def body(_: Any, *refs: Any) -> None:
-        plan = TileVisits(*refs[: scalars - 1])
-        *arrays, before, out, after, state = refs[scalars - 1 :]
-        ends = len(keys), len(keys) + len(values)
-        parts = tuple(arrays[: ends[0]]), tuple(arrays[ends[0] : ends[1]]), tuple(arrays[ends[1] :])
-        RecurrenceBody(rule, plan, *parts, before, out, after, state).run()
+    def body(
+        _: Any,
+        visits: TileVisits,
+        keys: tuple[Any, ...],
+        values: tuple[Any, ...],
+        fixed: tuple[Any, ...],
+        before: Any,
+        out: Any,
+        after: Any,
+        state: Any,
+    ) -> None:
+        RecurrenceBody(
+            rule=rule,
+            visits=visits,
+            keys=keys,
+            values=values,
+            fixed=fixed,
+            before=before,
+            out=out,
+            after=after,
+            state=state,
+        ).run()
 
     out, states = pl.pallas_call(
         body,
         out_shape=[
-            jax.ShapeDtypeStruct(arrays[len(keys)].shape, jnp.float32),
+            jax.ShapeDtypeStruct(first_value.shape, jnp.float32),
             jax.ShapeDtypeStruct(states.shape, states.dtype),
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=scalars,
+            num_scalar_prefetch=2,
             grid=(slots * splits, num_visits),
-            in_specs=[*specs, state],
-            out_specs=[specs[len(keys)], state],
+            in_specs=[key_specs, value_specs, (fixed,) * len(inputs.fixed), state],
+            out_specs=[value_specs[0], state],
             scratch_shapes=[pltpu.VMEM((rows, lanes), jnp.float32)],
         ),
-        input_output_aliases={scalars + len(arrays): 1},
+        input_output_aliases={len(jax.tree.leaves((layer, visits, arrays))): 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
             disable_bounds_checks=True,
@@ -140,12 +159,12 @@ def mixed(
         ),
         cost_estimate=pl.CostEstimate(
             flops=rule.flops * tokens * slots * rows * width,
-            bytes_accessed=4 * sum(x.size for x in arrays) + 4 * arrays[len(keys)].size + 2 * block_bytes(states),
+            bytes_accessed=4 * sum(x.size for x in jax.tree.leaves((arrays, first_value))) + 2 * block_bytes(states),
             transcendentals=slots * splits * tokens * tile,
         ),
         interpret=interpret,
         name=f"{rule.name}_mixed",
-    )(layer[None], *(getattr(visits, name) for name in VISIT_FIELDS), *arrays, states)
+    )(layer[None], visits, *arrays, states)
     out = out if out.ndim == 2 else out.swapaxes(0, 1)
     return out[:tokens].reshape(tokens, slots, width), states
 

@@ -123,9 +123,10 @@ class Selective:
         columns = [key.T for key in keys]
         outputs = []
         for token in range(len(values[0])):
-            at = slice(token, token + 1)
-            own = tuple(column[:, at] for column in columns), tuple(value[at] for value in values)
-            output, state = self.token(*own, fixed, state)
+            row = slice(token, token + 1)
+            token_keys = tuple(column[:, row] for column in columns)
+            token_values = tuple(value[row] for value in values)
+            output, state = self.token(token_keys, token_values, fixed, state)
             outputs.append(output)
         return jnp.concatenate(outputs), state
 

@@ -75,7 +75,9 @@ def ragged_paged_attention(
     """
     batch = RaggedBatch(query_start, kv_len, page_table, counts)
     check(q, k, v, cache, layout, batch)
-    knobs = make_knobs(scale, softcap, window, sinks, slopes, k_scale, v_scale)
+    knobs = make_knobs(
+        scale, softcap=softcap, window=window, sinks=sinks, slopes=slopes, k_scale=k_scale, v_scale=v_scale
+    )
     layer = jnp.asarray(layer, jnp.int32)
     if batch_invariant:
         batch = replace(batch, counts=batch.counts.at[0].set(0))

@@ -28,6 +28,7 @@ BYTES = 4  # of a word
 COLUMNS = 256  # queries of one independent chain of the column arrangement
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
     """The running softmax of every lane head, in VMEM. `top` repeats the maximum in all lanes (sublanes).
@@ -48,6 +49,7 @@ class State:
             self.total[h] = jnp.zeros_like(self.total[h])
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stage:
     """Logits between the two halves of a pass in the column arrangement, in VMEM.
@@ -57,6 +59,10 @@ class Stage:
 
     logits: Any  # [tokens, M]
     peak: Any  # [8, M]: maximum per sublane
+
+    def half(self, index: int) -> Stage:
+        """Return one of two stages that are stacked."""
+        return Stage(self.logits.at[index], self.peak.at[index])
 
 
 @dataclass(frozen=True)

@@ -204,8 +204,18 @@ def variant(
         rules=rules,
     )
     scalars, num_tiles = scalar_arguments(layer, batch, knobs, blocks.queries, tiles, decode=decode)
-    terms = [head_rows(x, static, heads, group) for x in (knobs.sinks, knobs.slopes) if x is not None]
-    out, cache = call(static, scalars, num_tiles, tiled, terms, words, cache, interpret=interpret, out_dtype=out_dtype)
+    out, cache = call(
+        static,
+        scalars,
+        num_tiles,
+        tiled,
+        words,
+        cache,
+        sinks=None if knobs.sinks is None else head_rows(knobs.sinks, static, heads, group),
+        slopes=None if knobs.slopes is None else head_rows(knobs.slopes, static, heads, group),
+        interpret=interpret,
+        out_dtype=out_dtype,
+    )
     out = out[:, :, :group] if decode else _from_columns(out, group)
     return out.reshape(-1, heads, group, layout.value_width)[:count], cache
 
@@ -278,12 +288,20 @@ def scalar_arguments(
         first_seq = jnp.searchsorted(batch.query_start[1:], starts, side="right").astype(jnp.int32)
         first_seq = jnp.clip(first_seq, decodes, seqs)
     window = jnp.int32(0) if knobs.window is None else knobs.window
-    step = jnp.stack([layer, decodes, seqs, first_tile, num_tiles, window]).astype(jnp.int32)
+    step = Scalars.pack_step(
+        layer=layer, decodes=decodes, seqs=seqs, first_tile=first_tile, tiles=num_tiles, window=window
+    )
     softcap = jnp.float32(0) if knobs.softcap is None else knobs.softcap * LOG2E
     v_scale = jnp.float32(1) if knobs.v_scale is None else knobs.v_scale
-    numbers = jnp.stack([softcap, v_scale])
-    pages = batch.page_table.reshape(-1)
-    return Scalars(step, numbers, batch.query_start, batch.kv_len, pages, first_seq), num_tiles
+    scalars = Scalars(
+        step=step,
+        numbers=jnp.stack([softcap, v_scale]),
+        query_start=batch.query_start,
+        kv_len=batch.kv_len,
+        pages=batch.page_table.reshape(-1),
+        first_seq=first_seq,
+    )
+    return scalars, num_tiles
 
 
 def call(
@@ -291,23 +309,20 @@ def call(
     scalars: Scalars,
     num_tiles: jax.Array,
     q: jax.Array,
-    terms: list[jax.Array],
     words: jax.Array | None,
     cache: jax.Array,
     *,
+    sinks: jax.Array | None,
+    slopes: jax.Array | None,
     interpret: Any,
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Run the pallas_call on q [T, lane heads, M, W], or of the mixed variant on what `to_columns` returns.
 
-    A mixed call starts at the tile of its first token.
-
-    `terms`: sinks and slopes, as far as there are, from `head_rows`.
+    A mixed call starts at the tile of its first token. `sinks` and `slopes`: from `head_rows`.
     """
-    prefetch = tuple(vars(scalars).values())
     heads = static.layout.lane_heads  # of one core
     width = static.layout.value_width
-    shapes = state_shapes(static, heads, width)
     channels = q.ndim - (1 if static.decode else 2)  # the axis of W
     out_shape = (*q.shape[:channels], width, *q.shape[channels + 1 :])
     halved = static.cores > 1  # Mosaic gives the halves of a leading parallel dimension to the two cores
@@ -319,49 +334,63 @@ def call(
 
     tile, out_tile = (_tile_spec(static, shape) for shape in (q.shape, out_shape))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    inputs = [q, *terms]
-    specs = [tile, *(pl.BlockSpec((heads, *term.shape[1:]), at_core) for term in terms)]
-    if words is None:  # a ref that no copy reads
-        words = jnp.zeros((static.layout.rows_per_token, SUBLANES, LANES), cache.dtype)
-    inputs += [words, cache]
 
-    def body(*refs: Any) -> None:
-        smem = Scalars(*refs[: len(prefetch)])
-        arrays = list(refs[len(prefetch) :])
-        q_ref = arrays.pop(0)
-        sink_ref = arrays.pop(0) if static.has_sinks else None
-        slope_ref = arrays.pop(0) if static.has_slopes else None
-        # `pages` is the aliased output: reads and writes go through one ref.
-        new, _, out, pages, kv, *scratch = arrays
-        *buffers, slot, fetched, written = scratch
-        if static.decode:
-            state = State(*buffers)
-            stages = None
-        else:
-            top, acc, logits, peak = buffers
-            state = State(top, acc)
-            stages = (Stage(logits.at[0], peak.at[0]), Stage(logits.at[1], peak.at[1]))
+    def term_spec(term: jax.Array | None) -> pl.BlockSpec | None:
+        return None if term is None else pl.BlockSpec((heads, *term.shape[1:]), at_core)
+
+    if words is None:  # The kernel takes a ref that no copy reads.
+        words = jnp.zeros((static.layout.rows_per_token, SUBLANES, LANES), cache.dtype)
+
+    def body(
+        smem: Scalars,
+        q: Any,
+        sinks: Any,
+        slopes: Any,
+        new: Any,
+        _: Any,
+        out: Any,
+        pages: Any,  # the aliased output: reads and writes go through one ref
+        kv: Any,
+        state: State,
+        stages: Stage | None,
+        slot: Any,
+        fetched: Any,
+        written: Any,
+    ) -> None:
         plan = KernelPlan(static, smem)
-        transfers = Transfers(plan, new, pages, kv, fetched, written)
-        AttentionKernelBody(plan, q_ref, sink_ref, slope_ref, out, transfers, state, stages, slot).run()
+        transfers = Transfers(plan=plan, new=new, cache=pages, kv=kv, fetched=fetched, written=written)
+        AttentionKernelBody(
+            plan=plan,
+            q=q,
+            sinks=sinks,
+            slopes=slopes,
+            out=out,
+            transfers=transfers,
+            state=state,
+            stages=None if stages is None else (stages.half(0), stages.half(1)),
+            slot=slot,
+        ).run()
+
+    inputs = (scalars, q, sinks, slopes, words)
+    scratch: list[Any] = [
+        pltpu.VMEM((2, static.blocks.pages, cache.shape[2] // static.cores, *cache.shape[3:]), cache.dtype),
+        *state_buffers(static),
+        pltpu.SMEM((1,), jnp.int32),
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SemaphoreType.DMA,
+    ]
 
     out, cache = pl.pallas_call(
         body,
         out_shape=[jax.ShapeDtypeStruct(out_shape, out_dtype), jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(prefetch),
+            num_scalar_prefetch=1,
             grid=grid,
-            in_specs=[*specs, anywhere, anywhere],
+            in_specs=[tile, term_spec(sinks), term_spec(slopes), anywhere, anywhere],
             out_specs=[out_tile, anywhere],
-            scratch_shapes=[
-                pltpu.VMEM((2, static.blocks.pages, cache.shape[2] // static.cores, *cache.shape[3:]), cache.dtype),
-                *(pltpu.VMEM(shape, jnp.float32) for shape in shapes),
-                pltpu.SMEM((1,), jnp.int32),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA,
-            ],
+            scratch_shapes=scratch,
         ),
-        input_output_aliases={len(prefetch) + len(inputs) - 1: 1},
+        input_output_aliases={len(jax.tree.leaves(inputs)): 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=order,
             disable_bounds_checks=True,
@@ -370,7 +399,7 @@ def call(
         cost_estimate=cost(static, q, cache),
         interpret=interpret,
         name=f"ragged_paged_attention_{'decode' if static.decode else 'mixed'}",
-    )(*prefetch, *inputs)
+    )(*inputs, cache)
     return out, cache
 
 
@@ -383,8 +412,8 @@ def _tile_spec(static: Static, shape: tuple[int, ...]) -> pl.BlockSpec:
     halved = static.cores > 1
 
     def at_tile(*indices: Any) -> tuple[Any, Any]:
-        core, tile, step = indices[:3] if halved else (0, *indices[:2])
-        return core, step[3] + tile
+        *core, tile, scalars = indices
+        return core[0] if halved else 0, scalars.first_tile + tile
 
     def by_sequences(*indices: Any) -> tuple[Any, ...]:
         core, tile = at_tile(*indices)
@@ -405,13 +434,20 @@ def _tile_spec(static: Static, shape: tuple[int, ...]) -> pl.BlockSpec:
     return pl.BlockSpec((None, heads, *shape[2:]), by_tiles)
 
 
-def state_shapes(static: Static, heads: int, width: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the arrays of `attend.State`, and, for the mixed variant, of the two `attend.Stage`."""
+def state_buffers(static: Static) -> tuple[State, Stage | None]:
+    """Return the VMEM of a core's running softmax and, for the mixed variant, of two stages: [2, ...] each."""
     rows = static.rows
-    tokens = static.blocks.tokens
+    heads = static.layout.lane_heads
+    width = static.layout.value_width
+
+    def buffer(*shape: int) -> Any:
+        return pltpu.VMEM(shape, jnp.float32)
+
     if static.decode:
-        return (heads, rows, LANES), (heads, rows, width), (heads, rows, LANES)
-    return (heads, SUBLANES, rows), (heads, width + SUBLANES, rows), (2, tokens, rows), (2, SUBLANES, rows)
+        state = State(top=buffer(heads, rows, LANES), acc=buffer(heads, rows, width), total=buffer(heads, rows, LANES))
+        return state, None
+    stages = Stage(logits=buffer(2, static.blocks.tokens, rows), peak=buffer(2, SUBLANES, rows))
+    return State(top=buffer(heads, SUBLANES, rows), acc=buffer(heads, width + SUBLANES, rows)), stages
 
 
 def vmem_bytes(static: Static, q: jax.Array, out_dtype: Any) -> int:
@@ -421,7 +457,7 @@ def vmem_bytes(static: Static, q: jax.Array, out_dtype: Any) -> int:
     rows = static.rows
     tile = heads * rows * (static.blocks.queries if static.decode else 1)
     kv = 2 * static.blocks.pages * layout.bytes_per_page
-    state = sum(4 * math.prod(shape) for shape in state_shapes(static, heads, layout.value_width))
+    state = sum(4 * math.prod(buffer.shape) for buffer in jax.tree.leaves(state_buffers(static)))
     tiles = 2 * tile * (layout.width * q.dtype.itemsize + layout.value_width * jnp.dtype(out_dtype).itemsize)
     terms = 2 * heads * rows * LANES * 4 * (static.has_sinks + static.has_slopes)
     return kv + state + tiles + terms + (16 << 20)

@@ -77,7 +77,7 @@ class AttentionKernelBody:
                 self.state.clear()
 
         pl.when(tile == 0)(begin)
-        pl.when(tile + 1 < self.plan.scalars.step[4])(lambda: self.transfers.write(tile + 1))
+        pl.when(tile + 1 < self.plan.scalars.tiles)(lambda: self.transfers.write(tile + 1))
         first, end = self.plan.sequences(tile)
         shared = True if self.plan.static.decode else jnp.logical_not(self.fills(self.plan.span(tile, first)))
         pl.when(shared)(self.clear_out)
@@ -159,7 +159,7 @@ class AttentionKernelBody:
 
     def mask(self, span: TileSpan, start: Any) -> Mask:
         """Return the mask of a pass from `start`. The first query of a mixed tile may be of another sequence."""
-        window = self.plan.scalars.step[5] if self.plan.static.windowed else None
+        window = self.plan.scalars.window if self.plan.static.windowed else None
         chunk = self.plan.static.rules.chunk
         lookback = self.plan.static.rules.lookback
         low = None if chunk is None else self.plan.chunk_start(span.position)

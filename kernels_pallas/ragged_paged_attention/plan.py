@@ -81,14 +81,15 @@ class Knobs:
 
 def make_knobs(
     scale: Scalar,
-    softcap: Scalar | None,
-    window: Scalar | None,
-    sinks: jax.Array | None,
-    slopes: jax.Array | None,
-    k_scale: Scalar | None,
-    v_scale: Scalar | None,
+    *,
+    softcap: Scalar | None = None,
+    window: Scalar | None = None,
+    sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
+    k_scale: Scalar | None = None,
+    v_scale: Scalar | None = None,
 ) -> Knobs:
-    """Convert to arrays: float32, the window int32."""
+    """Convert to arrays: float32, the window int32. An option that is not given is off."""
 
     def float32(x: Scalar | jax.Array | None) -> jax.Array | None:
         return None if x is None else jnp.asarray(x, jnp.float32)
@@ -341,16 +342,52 @@ class Static:
         return self.blocks.pages * self.layout.page_size
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scalars:
-    """Scalar-prefetch arguments, all in SMEM."""
+    """Scalar-prefetch arguments: arrays, and in the kernel the same names of refs in SMEM."""
 
-    step: Any  # int32 [6]: layer, decode sequences, sequences, first tile, tiles, window
+    step: Any  # int32 [6]: the numbers of the properties below
     numbers: Any  # float32 [2]: softcap in base 2, v_scale
     query_start: Any
     kv_len: Any
     pages: Any  # the page table, flattened
     first_seq: Any  # int32 [tiles + 1]: first sequence of each mixed tile
+
+    @staticmethod
+    def pack_step(*, layer: Any, decodes: Any, seqs: Any, first_tile: Any, tiles: Any, window: Any) -> jax.Array:
+        """Return `step`."""
+        return jnp.stack([layer, decodes, seqs, first_tile, tiles, window]).astype(jnp.int32)
+
+    @property
+    def layer(self) -> Any:
+        """Return the layer of the cache."""
+        return self.step[0]
+
+    @property
+    def decodes(self) -> Any:
+        """Return the number of decode sequences."""
+        return self.step[1]
+
+    @property
+    def seqs(self) -> Any:
+        """Return the number of all sequences."""
+        return self.step[2]
+
+    @property
+    def first_tile(self) -> Any:
+        """Return the tile at which the call begins."""
+        return self.step[3]
+
+    @property
+    def tiles(self) -> Any:
+        """Return the number of tiles of the call."""
+        return self.step[4]
+
+    @property
+    def window(self) -> Any:
+        """Return the sliding window, in tokens; 0 without one."""
+        return self.step[5]
 
 
 @dataclass(frozen=True)
@@ -388,10 +425,10 @@ class KernelPlan:
         s = self.scalars
         n = self.static.blocks.queries
         if self.static.decode:
-            return tile * n, jnp.minimum((tile + 1) * n, s.step[1])
-        token = jnp.minimum((s.step[3] + tile + 1) * n, s.query_start[s.step[2]]) - 1
+            return tile * n, jnp.minimum((tile + 1) * n, s.decodes)
+        token = jnp.minimum((s.first_tile + tile + 1) * n, s.query_start[s.seqs]) - 1
         last = s.first_seq[tile + 1]  # the next tile may begin with the last sequence of this one
-        shared = jnp.logical_and(last < s.step[2], s.query_start[jnp.minimum(last, s.step[2] - 1)] <= token)
+        shared = jnp.logical_and(last < s.seqs, s.query_start[jnp.minimum(last, s.seqs - 1)] <= token)
         return s.first_seq[tile], jnp.where(shared, last + 1, last)
 
     def span(self, tile: Any, seq: Any) -> TileSpan:
@@ -408,11 +445,11 @@ class KernelPlan:
             n = self.static.blocks.queries
             begin = s.query_start[seq]
             end = s.query_start[seq + 1]
-            low = jnp.maximum(begin, (s.step[3] + tile) * n)
-            high = jnp.minimum(end, (s.step[3] + tile + 1) * n)
+            low = jnp.maximum(begin, (s.first_tile + tile) * n)
+            high = jnp.minimum(end, (s.first_tile + tile + 1) * n)
             position = kv_len - end + low
             kv_end = kv_len - end + high
-        first = jnp.maximum(position - s.step[5] + 1, 0) if self.static.windowed else jnp.int32(0)
+        first = jnp.maximum(position - s.window + 1, 0) if self.static.windowed else jnp.int32(0)
         if self.static.rules.chunk is not None:
             first = jnp.maximum(self.chunk_start(position) - self.static.rules.lookback, 0)
         page_low = div(first, layout.page_size)
@@ -431,4 +468,4 @@ class KernelPlan:
 
     def first_token(self, tile: Any) -> Any:
         """Return the first token of a mixed tile."""
-        return (self.scalars.step[3] + tile) * self.static.blocks.queries
+        return (self.scalars.first_tile + tile) * self.static.blocks.queries

@@ -54,7 +54,7 @@ class Transfers:
 
     def target(self, seq: Any, page: Any, first: Any, count: Any) -> Any:
         """Return the words of `count` tokens of a page, from `first`; of a page with two sections for decode only."""
-        layer = self.plan.scalars.step[0]
+        layer = self.plan.scalars.layer
         layout = self.plan.static.layout
         whole = self.cache.at[layer, self.plan.page(seq, page)]
         if layout.sections == 1:
@@ -80,7 +80,7 @@ class Transfers:
     def fetch(self, seq: Any, span: TileSpan, block: Any, slot: Any) -> None:
         """Start the copies of one block of pages; of the last page only the real tokens."""
         size = self.plan.static.layout.page_size
-        layer = self.plan.scalars.step[0]
+        layer = self.plan.scalars.layer
         start = span.page_low + block * self.plan.static.blocks.pages
         tokens = jnp.minimum(span.kv_end - start * size, self.plan.static.block_tokens)
 
@@ -100,7 +100,7 @@ class Transfers:
     def fetch_next(self, tile: Any, seq: Any, span: TileSpan, block: Any, slot: Any) -> None:
         """Start the fetch of the block after this one: of this sequence, the next one, or the next tile."""
         _, end = self.plan.sequences(tile)
-        tiles = self.plan.scalars.step[4]
+        tiles = self.plan.scalars.tiles
 
         def next_tile() -> None:
             self.wait_written(tile + 1)

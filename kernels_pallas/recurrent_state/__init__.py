@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagoda.kernels_pallas.recurrent_state.batch import VISIT_FIELDS, RecurrentBatch, TileVisits, tile_visits
+from pagoda.kernels_pallas.recurrent_state.batch import RecurrentBatch, TileVisits, tile_visits
 from pagoda.kernels_pallas.recurrent_state.decode import (
     Arrays,
     TokenInputs,
@@ -14,7 +14,6 @@ from pagoda.kernels_pallas.recurrent_state.decode import (
 )
 
 __all__ = [
-    "VISIT_FIELDS",
     "Arrays",
     "RecurrentBatch",
     "TileVisits",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,17 +27,22 @@ class RecurrentBatch:
     @staticmethod
     def shapes(seqs: int, sharding: Any = None) -> Any:
         """Return the ShapeDtypeStructs of a batch of at most `seqs` sequences."""
-        ints = jnp.dtype(jnp.int32)
-        flags = jnp.dtype(jnp.bool_)
-        sizes = ((seqs + 1,), ints), ((seqs,), ints), ((seqs,), flags), ((2,), ints)
-        arrays: list[Any] = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in sizes]
-        return RecurrentBatch(*arrays)
+
+        def shape(size: int, dtype: Any = jnp.int32) -> Any:
+            return jax.ShapeDtypeStruct((size,), dtype, sharding=sharding)
+
+        return RecurrentBatch(
+            query_start=shape(seqs + 1), blocks=shape(seqs), is_first=shape(seqs, jnp.bool_), counts=shape(2)
+        )
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TileVisits:
-    """One entry per pair of a tile and a sequence of the mixed part that overlap, in order; int32 [n], n static."""
+    """One entry per pair of a tile and a sequence of the mixed part that overlap, in order; int32 [n], n static.
+
+    A kernel that gets the visits as a scalar-prefetch argument has refs in SMEM by the same names.
+    """
 
     tile: Any
     block: Any  # of the sequence's state
@@ -46,9 +51,6 @@ class TileVisits:
     start: Any  # 1 at a sequence's first visit
     zero: Any  # 1 if the sequence's state is 0 before
     new_tile: Any  # 1 at a tile's first visit
-
-
-VISIT_FIELDS = tuple(field.name for field in fields(TileVisits))
 
 
 def tile_visits(batch: RecurrentBatch, tokens: int, size: int) -> tuple[TileVisits, jax.Array]:

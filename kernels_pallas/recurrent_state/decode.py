@@ -80,15 +80,35 @@ def decode(
     columns = min(keys.shape[1], COLUMNS)
     keys, *values = (jnp.pad(x, ((0, pad), (0, 0), (0, 0))) for x in (keys, *inputs.values))
     scalars = (jnp.pad(x[:count].astype(jnp.int32), (0, pad)) for x in (batch.blocks, batch.is_first))
-    ends = 1 + len(values), 1 + len(values) + len(inputs.fixed)
 
-    def body(layer: Any, count: Any, blocks: Any, first: Any, *refs: Any) -> None:
-        arrays = refs[: ends[1]]
-        _, out, after, selectors, *buffers = refs[ends[1] :]
-        keys = arrays[0]
-        values = arrays[1 : ends[0]]
-        fixed = arrays[ends[0] :]
-        transfers = StateTransfers(size, count[0], layer[0], blocks, after, *buffers)
+    def body(
+        layer: Any,
+        count: Any,
+        blocks: Any,
+        first: Any,
+        keys: Any,
+        values: tuple[Any, ...],
+        fixed: tuple[Any, ...],
+        _: Any,
+        out: Any,
+        after: Any,
+        selectors: Any,
+        fetched_states: Any,
+        new_states: Any,
+        fetched: Any,
+        written: Any,
+    ) -> None:
+        transfers = StateTransfers(
+            size=size,
+            count=count[0],
+            layer=layer[0],
+            blocks=blocks,
+            cache=after,
+            before=fetched_states,
+            after=new_states,
+            fetched=fetched,
+            written=written,
+        )
         step = pl.program_id(0)
         pl.when(step == 0)(lambda: _fill_selectors(selectors, columns))
         transfers.begin()
@@ -116,7 +136,7 @@ def decode(
     def whole(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0, 0, 0))
 
-    arrays = (keys, *values, *inputs.fixed)
+    arrays = (keys, tuple(values), inputs.fixed)
     buffer = pltpu.VMEM((2, size, *states.shape[2:]), jnp.float32)
     used = sum(2 * x[:size].size * 4 for x in (keys, *values, values[0])) + sum(2 * x.size * 4 for x in inputs.fixed)
     out, states = pl.pallas_call(
@@ -129,8 +149,9 @@ def decode(
             num_scalar_prefetch=4,
             grid=(pl.cdiv(batch.counts[0], size),),
             in_specs=[
-                *map(of_group, (keys, *values)),
-                *map(whole, inputs.fixed),
+                of_group(keys),
+                tuple(map(of_group, values)),
+                tuple(map(whole, inputs.fixed)),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=[of_group(values[0]), pl.BlockSpec(memory_space=pl.ANY)],
@@ -142,7 +163,7 @@ def decode(
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        input_output_aliases={4 + len(arrays): 1},
+        input_output_aliases={4 + len(jax.tree.leaves(arrays)): 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=True,

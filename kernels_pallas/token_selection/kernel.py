@@ -271,18 +271,37 @@ def select(
         scaled=False,
         rules=StaticRules(),
     )
-    knobs = make_knobs(1.0, *(None,) * 6)
+    knobs = make_knobs(1.0)
     scalars, num_tiles = scalar_arguments(layer, batch, knobs, size, tiles, decode=decode)
-    prefetch = tuple(vars(scalars).values())
     context = padded_context(max_pages, layout.page_size)
 
-    def body(*refs: Any) -> None:
-        smem = Scalars(*refs[: len(prefetch)])
-        arrays = refs[len(prefetch) :]
-        q_ref, w_ref, cache_ref, out, kv, scores, wide, lengths, slot, fetched = arrays
+    def body(
+        smem: Scalars,
+        q: Any,
+        weights: Any,
+        cache: Any,
+        out: Any,
+        kv: Any,
+        scores: Any,
+        wide: Any,
+        lengths: Any,
+        slot: Any,
+        fetched: Any,
+    ) -> None:
         plan = KernelPlan(static, smem)
-        transfers = Transfers(plan, None, cache_ref, kv, fetched, None)
-        SelectionKernelBody(plan, top, heads, q_ref, w_ref, out, transfers, scores, wide, lengths, slot).run()
+        SelectionKernelBody(
+            plan=plan,
+            top=top,
+            heads=heads,
+            q=q,
+            weights=weights,
+            out=out,
+            transfers=Transfers(plan=plan, new=None, cache=cache, kv=kv, fetched=fetched, written=None),
+            scores=scores,
+            wide=wide,
+            lengths=lengths,
+            slot=slot,
+        ).run()
 
     buffers = [
         ((2, pages, *cache.shape[2:]), cache.dtype),
@@ -296,14 +315,14 @@ def select(
         body,
         out_shape=jax.ShapeDtypeStruct((tiles, 1, context), jnp.int32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(prefetch),
+            num_scalar_prefetch=1,
             grid=(num_tiles,),
             in_specs=[
-                pl.BlockSpec((1, *tiled.shape[1:]), lambda i, step, *_: (step[3] + i, 0, 0, 0, 0)),
-                pl.BlockSpec((1, *factors.shape[1:]), lambda i, step, *_: (step[3] + i, 0, 0)),
+                pl.BlockSpec((1, *tiled.shape[1:]), lambda i, scalars: (scalars.first_tile + i, 0, 0, 0, 0)),
+                pl.BlockSpec((1, *factors.shape[1:]), lambda i, scalars: (scalars.first_tile + i, 0, 0)),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
-            out_specs=pl.BlockSpec((1, 1, context), lambda i, step, *_: (step[3] + i, 0, 0)),
+            out_specs=pl.BlockSpec((1, 1, context), lambda i, scalars: (scalars.first_tile + i, 0, 0)),
             scratch_shapes=[
                 *(pltpu.VMEM(shape, dtype) for shape, dtype in buffers),
                 pltpu.SMEM((1,), jnp.int32),
@@ -317,5 +336,5 @@ def select(
         ),
         interpret=interpret,
         name=f"token_selection_{'decode' if decode else 'mixed'}",
-    )(*prefetch, tiled, factors, cache)
+    )(scalars, tiled, factors, cache)
     return words

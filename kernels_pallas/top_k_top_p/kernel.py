@@ -274,8 +274,34 @@ def top_k_top_p_kernel(
     source = jax.lax.cummax(jnp.where(limits > 0, jnp.arange(blocks, dtype=jnp.int32), 0))
     column = pl.BlockSpec((ROWS, 1), lambda i, *_: (i, 0))
     columns = pl.cdiv(vocab, CHUNK) * CHUNK
+
+    def body(
+        limits: Any,
+        _: Any,
+        temperature: Any,
+        top_k: Any,
+        top_p: Any,
+        min_p: Any,
+        logits: Any,
+        out: Any,
+        weights: Any,
+        tail: Any,
+    ) -> None:
+        ThresholdKernelBody(
+            vocab=vocab,
+            limits=limits,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            logits=logits,
+            out=out,
+            weights=weights,
+            tail=tail,
+        ).run()
+
     out = pl.pallas_call(
-        lambda limits, _, *refs: ThresholdKernelBody(vocab, limits, *refs).run(),
+        body,
         out_shape=jax.ShapeDtypeStruct((blocks * ROWS, 1), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,

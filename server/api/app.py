@@ -131,7 +131,7 @@ def create_app(state: ServerState) -> FastAPI:
     app = FastAPI(
         title="pagoda",
         version=pagoda.__version__,
-        docs_url=None,  # FastAPI's pages load scripts from a content delivery network
+        docs_url=None,  # FastAPI's pages load scripts from a content delivery network.
         redoc_url=None,
         openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
         redirect_slashes=False,
@@ -190,7 +190,7 @@ def _add_middlewares(app: FastAPI, config: ServerConfig, metrics: Metrics) -> No
     app.add_middleware(OverloadMiddleware, check=check_overload, paths=QUEUED, answer=_answer_error)
     if config.api_key:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_key)
-    app.add_middleware(  # outside of the key check: preflights have no key, and 401 responses need CORS headers
+    app.add_middleware(  # It is outside of the key check: preflights have no key, and 401 responses need CORS headers.
         CORSMiddleware,
         allow_origins=config.allowed_origins,
         allow_methods=config.allowed_methods,
@@ -201,7 +201,7 @@ def _add_middlewares(app: FastAPI, config: ServerConfig, metrics: Metrics) -> No
     if config.enable_request_id_headers:
         app.add_middleware(RequestIdMiddleware)
     app.add_middleware(DirectSendMiddleware)
-    for name in config.middleware:  # outside of DirectSendMiddleware, so that they see every chunk
+    for name in config.middleware:  # They are outside of DirectSendMiddleware, so that they see every chunk.
         _add_middleware(app, name)
     app.add_middleware(RouteSpellingMiddleware)
 
@@ -225,7 +225,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_DISCONNECTED)
     if (
         request.app.state.server.config.log_error_stack and get_route_path(request.scope) not in PROBES
-    ):  # a probe's 503 is no error
+    ):  # A probe's 503 is no error.
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):

@@ -62,17 +62,17 @@ class Conversation:
     """A conversation to render and continue."""
 
     messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()  # {"type": "function", "function": {"name", "description", "parameters"}}
+    tools: Sequence[Mapping[str, Any]] = ()  # Each is {"type": "function", "function": {...}}.
     tool_choice: ToolChoice = "none"
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
-    reasoning_budget: int | None = None  # maximum reasoning tokens; a hint where there is no reasoning parser
+    reasoning_budget: int | None = None  # Maximum number of reasoning tokens; a hint without a reasoning parser.
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     documents: Sequence[Mapping[str, Any]] | None = None
-    template: str | None = None  # overrides the model's, with --trust-request-chat-template
-    keywords: Mapping[str, Any] = field(default_factory=dict)  # variables of the template
+    template: str | None = None  # Overrides the model's, with --trust-request-chat-template.
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # Variables of the template.
     cache_salt: str | None = None
 
 
@@ -81,9 +81,9 @@ class ChatPrompt(Prompt):
     """A rendered conversation, ready for the engine."""
 
     params: SamplingParams
-    reader: Callable[[], OutputReader]  # makes the reader of one sequence's output
+    reader: Callable[[], OutputReader]  # Makes the reader of one sequence's output.
     last_message: Mapping[str, Any] = field(default_factory=dict)
-    ignored: tuple[Ignored, ...] = ()  # fields of chat completions without effect on this model
+    ignored: tuple[Ignored, ...] = ()  # Fields of chat completions without effect on this model.
 
 
 async def prepare(state: ServerState, conversation: Conversation, params: SamplingParams) -> ChatPrompt:
@@ -105,7 +105,7 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
             params = _with_values(params, thinking_token_budget=conversation.reasoning_budget)
     if ignored and state.config.strict_requests:
         raise RequestError(ignored[0].path, ignored[0].reason)
-    if any(each.path == "documents" for each in ignored):
+    if any(field.path == "documents" for field in ignored):
         conversation = replace(conversation, documents=None)
     rendered, token_ids = await _render_text(state, conversation, params)
     text = rendered.text
@@ -116,7 +116,7 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
     if parsers:
         reader = _reader(state, parsers, params, parallel=conversation.parallel_tool_calls)
         if not formats.are_plugins:
-            params = _with_values(params, skip_special_tokens=False)  # the parsers need them
+            params = _with_values(params, skip_special_tokens=False)  # The parsers need them.
     return ChatPrompt(
         text,
         token_ids,
@@ -163,7 +163,7 @@ async def prepare_fitting(state: ServerState, conversation: Conversation, params
     longest = await fitting(last)
     if longest is None:
         return await prepare(state, replace(conversation, messages=last), params)
-    while starts:  # binary search; the remaining `starts` keep more messages than `longest`
+    while starts:  # Binary search: the remaining `starts` keep more messages than `longest`.
         middle = len(starts) // 2
         candidate = await fitting(messages[:head] + messages[starts[middle] :])
         if candidate is not None:
@@ -272,7 +272,7 @@ def _lane(conversation: Conversation) -> Lane:
     if conversation.template is not None:
         return "client"
     parts = (*conversation.messages, *conversation.tools, *(conversation.documents or ()), conversation.keywords)
-    return "short" if sum(len(str(each)) for each in parts) < LONG_CONVERSATION else "long"
+    return "short" if sum(len(str(part)) for part in parts) < LONG_CONVERSATION else "long"
 
 
 def _template_of(tokenizer: Tokenizer, conversation: Conversation, state: ServerState) -> str | None:
@@ -333,12 +333,12 @@ def _ignored_documents(
     return (Ignored("documents", "hint", reason),)
 
 
-def _effort_variables(effort: str | None, known: frozenset[str]) -> dict[str, Any]:
+def _effort_variables(effort: str | None, known_variables: frozenset[str]) -> dict[str, Any]:
     """Return the variables that set the effort, of those that the template reads."""
     if effort is None:
         return {}
-    variables: dict[str, Any] = {"reasoning_effort": effort} if "reasoning_effort" in known else {}
-    return variables | {name: effort != "none" for name in _SWITCHES if name in known}
+    variables: dict[str, Any] = {"reasoning_effort": effort} if "reasoning_effort" in known_variables else {}
+    return variables | {name: effort != "none" for name in _SWITCHES if name in known_variables}
 
 
 def _ignored_effort(state: ServerState, conversation: Conversation, variables: frozenset[str]) -> tuple[Ignored, ...]:
@@ -346,7 +346,7 @@ def _ignored_effort(state: ServerState, conversation: Conversation, variables: f
     effort = conversation.reasoning_effort
     if effort is None or state.tokenizer() is None:
         return ()
-    needs_no_effect = effort == "none" and state.formats.reasoning is None  # the model does not reason
+    needs_no_effect = effort == "none" and state.formats.reasoning is None  # The model does not reason.
     if needs_no_effect or _effort_variables(effort, variables):
         return ()
     reason = (
@@ -403,8 +403,8 @@ class _OutputFormats:
     @property
     def are_plugins(self) -> bool:
         """Whether all formats are plugins of vLLM's interface, which decide about special tokens themselves."""
-        formats = [each for each in (self.reasoning, self.calls) if each is not None]
-        return all(isinstance(each, VllmReasoningFormat | VllmToolFormat) for each in formats)
+        formats = [format for format in (self.reasoning, self.calls) if format is not None]
+        return all(isinstance(format, VllmReasoningFormat | VllmToolFormat) for format in formats)
 
 
 def _for_plugins(
@@ -498,9 +498,9 @@ def checked_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
     if len(tools) > MAX_TOOLS:
         raise RequestError("tools", f"there are {len(tools)} tools; at most {MAX_TOOLS} are allowed")
     by_name: dict[str, Tool] = {}
-    for index, given in enumerate(tools):
+    for index, offered in enumerate(tools):
         path = f"tools[{index}]"
-        tool = _checked_tool(path, given)
+        tool = _checked_tool(path, offered)
         if tool.name in by_name:
             raise RequestError(f"{path}.function.name", f"two tools have the name {tool.name!r}")
         by_name[tool.name] = tool
@@ -529,8 +529,8 @@ def _checked_tool(path: str, tool: object) -> Tool:
     return Tool(function["name"], function.get("parameters") or {}, bool(function.get("strict")))
 
 
-def _only_known(path: str, value: Mapping[str, Any], known: Mapping[str, Any] | frozenset[str]) -> None:
-    unknown = next((key for key in value if key not in known), None)
+def _only_known(path: str, value: Mapping[str, Any], known_keys: Mapping[str, Any] | frozenset[str]) -> None:
+    unknown = next((key for key in value if key not in known_keys), None)
     if unknown is not None:
         raise RequestError(f"{path}.{str(unknown)[:80]}", f"{path} has no field {str(unknown)[:80]!r}")
 
@@ -554,10 +554,10 @@ def _callable_tools(state: ServerState, conversation: Conversation) -> list[Tool
         raise RequestError("tool_choice", "tool_choice needs tools")
     if choice == "required":
         return tools
-    named = [tool for tool in tools if tool.name == choice.name]
-    if not named:
+    chosen = [tool for tool in tools if tool.name == choice.name]
+    if not chosen:
         raise RequestError("tool_choice", f"tool_choice names {choice.name[:128]!r}, which is not among the tools")
-    return named
+    return chosen
 
 
 # Grammars, as structural tags, of output that may call tools in the model's own format.
@@ -577,7 +577,7 @@ def _add_grammar(
     if structured is None and choice == "auto":
         strict = None if state.formats.tools is None else strict_calls(state.formats.tools, tools, parallel=parallel)
         return params if strict is None else _with_values(params, structured_outputs=strict)
-    if structured is None or choice != "auto":  # a required call leaves no text to constrain
+    if structured is None or choice != "auto":  # A required call leaves no text to constrain.
         schema = schema_of_named(tools[0]) if choice != "required" else schema_of_required(tools, parallel=parallel)
         return _with_values(params, structured_outputs=StructuredOutputsParams(json=schema))
     grammar = None
@@ -611,7 +611,7 @@ def output_or_calls(
         return None
     calls = {
         "type": "tags_with_separator",
-        "tags": [_tag(each) for each in brackets],
+        "tags": [_tag(bracket) for bracket in brackets],
         "separator": "\n",
         "at_least_one": True,
         "stop_after_first": not parallel,
@@ -647,7 +647,7 @@ def _constraint(structured: StructuredOutputsParams) -> dict[str, Any] | None:
     if structured.json_object:
         return {"type": "json_schema", "json_schema": _ANY_OBJECT}
     if structured.choice:
-        return {"type": "or", "elements": [{"type": "const_string", "value": each} for each in structured.choice]}
+        return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in structured.choice]}
     if structured.regex is not None:
         return {"type": "regex", "pattern": whole_pattern(structured.regex)}
     return None

@@ -56,7 +56,7 @@ def _starts(config: EngineConfig, clients: int = 0) -> list[Callable[[], Process
     from pagoda.server.core_client.process_client import ProcessClient
 
     processes = engine_processes(config)
-    return [partial(ProcessClient, each.config, clients=clients, env=each.env) for each in processes]
+    return [partial(ProcessClient, process.config, clients=clients, env=process.env) for process in processes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class EngineProcess:
     """How to start one engine."""
 
     config: EngineConfig
-    env: Mapping[str, str] = field(default_factory=dict)  # beside this process's
+    env: Mapping[str, str] = field(default_factory=dict)  # Variables beside this process's.
 
 
 def engine_processes(config: EngineConfig) -> list[EngineProcess]:

@@ -298,7 +298,7 @@ class CoreClientAsync:
         self._watching = loop.call_later(WATCH_SECONDS, self._watch, loop)
 
     def _take_stuck(self, error: EngineUnavailableError) -> None:
-        if self._unavailable is not None:  # known, or restarting
+        if self._unavailable is not None:  # The problem is known, or the engine restarts.
             return
         self._unavailable = error
         logger.error("%s", error)
@@ -363,8 +363,8 @@ class Admission:
 
     def surplus(self) -> int:
         """Return how many callers' requests that wait are to be refused after all, see Overload."""
-        own = self._use().callers
-        return self._overload.surplus(self.limits, own + self._engine.others.callers, own)
+        callers = self._use().callers
+        return self._overload.surplus(self.limits, callers + self._engine.others.callers, callers)
 
     def check_new(self, load: Load, owner: str) -> None:
         """As `check`, for what a caller asks for, before any of it is processed: also refused during an overload."""
@@ -521,8 +521,8 @@ class QueueUse:
     def __init__(self) -> None:
         self.total = _NOTHING
         self._requests: dict[str, tuple[str, str, Load]] = {}
-        self._owners: dict[str, Load] = {}  # of those with unfinished requests
-        self._groups: dict[str, Load] = {}  # by id, of those without a group
+        self._owners: dict[str, Load] = {}  # Owner -> load, of those with unfinished requests.
+        self._groups: dict[str, Load] = {}  # Group's id -> load; a request without a group has its own.
 
     @property
     def callers(self) -> int:
@@ -570,11 +570,11 @@ class QueueUse:
 class QueueLimits:
     """Bounds on the load of all unfinished requests. None: unlimited."""
 
-    sequences: int | None = None  # --max-num-queued-reqs
-    tokens: int | None = None  # --max-num-queued-tokens
-    waiting: int = 0  # sequences without a slot, above which the server is overloaded
-    overload_seconds: float | None = None  # --max-overload-seconds
-    key_share: float = 1.0  # of each bound, that one key may use
+    sequences: int | None = None  # Value of --max-num-queued-reqs.
+    tokens: int | None = None  # Value of --max-num-queued-tokens.
+    waiting: int = 0  # Number of sequences without a slot above which the server is overloaded.
+    overload_seconds: float | None = None  # Value of --max-overload-seconds.
+    key_share: float = 1.0  # Share of each bound that one key may use.
 
     def share(self, limit: int) -> int:
         """Return what one key may use of a limit, at least 1."""
@@ -595,11 +595,11 @@ class QueueLimits:
         processes; `others_of_owner`: that part of it which is the owner's.
         """
         total = use.total + others
-        own = use.of(owner) + others_of_owner
-        whole = use.of_group(group) + load
+        of_owner = use.of(owner) + others_of_owner
+        of_group = use.of_group(group) + load
         parts = (
-            ("n", "sequences", load.sequences, whole.sequences, total.sequences, own.sequences, self.sequences),
-            ("prompt", "prompt tokens", load.tokens, whole.tokens, total.tokens, own.tokens, self.tokens),
+            ("n", "sequences", load.sequences, of_group.sequences, total.sequences, of_owner.sequences, self.sequences),
+            ("prompt", "prompt tokens", load.tokens, of_group.tokens, total.tokens, of_owner.tokens, self.tokens),
         )
         for field, what, needed, together, used, used_by_key, limit in parts:
             if limit is None or not needed:
@@ -633,12 +633,12 @@ class Overload:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._running = 0
-        self._since: float | None = None  # more wait than may
+        self._since: float | None = None  # Time since which more sequences wait than may.
         self._refused = -math.inf
-        self._num_refused = 0  # while more wait than may
-        self._counted_since = -math.inf  # refusals within CALM_SECONDS
+        self._num_refused = 0  # Number of requests refused while more wait than may.
+        self._counted_since = -math.inf  # Start of counting refusals within CALM_SECONDS.
         self._num_counted = 0
-        self._short_until = -math.inf  # the queue limit is divided by OVERLOAD_QUEUE_DIVISOR
+        self._short_until = -math.inf  # Until then the queue limit is divided by OVERLOAD_QUEUE_DIVISOR.
 
     def observe(self, running: int, waiting: int, limits: QueueLimits) -> None:
         """Take over how many sequences run and wait after a step."""
@@ -682,15 +682,15 @@ class Overload:
             self._num_counted = 0
             self._short_until = now + CALM_SECONDS
 
-    def surplus(self, limits: QueueLimits, in_progress: int, own: int) -> int:
+    def surplus(self, limits: QueueLimits, in_progress: int, own_callers: int) -> int:
         """Return how many callers' requests of this process are to be refused although they were accepted.
 
-        `in_progress`: as of `check`, `own` of them of this process.
+        `in_progress`: as of `check`, `own_callers` of them of this process.
         """
         waiting = in_progress - self._running - limits.waiting
         if not self._num_refused or waiting <= 0:
             return 0
-        surplus = waiting * own // in_progress
+        surplus = waiting * own_callers // in_progress
         return surplus if surplus <= self._num_refused else 0
 
 
@@ -710,7 +710,7 @@ def last_of_most(waiting: Mapping[str, list[T]], count: int) -> list[T]:
 
 
 class OverLimitError(QueueFullError):
-    """A request that does not fit now. `reason`: the limit, one of REJECTION_REASONS."""
+    """A request that does not fit now: HTTP 429. `reason` names the limit that it exceeds."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

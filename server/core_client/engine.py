@@ -130,18 +130,20 @@ def run_engine(
                     core.load_adapter(adapter, partial(_report_adapter, send, ticket))
                 case RemoveAdapter(number):
                     core.remove_adapter(number)
-                case Sleep() | WakeUp():
+                case Sleep() | WakeUp() if sleeper is not None:
                     while core.has_work:
                         _step(core, send, progress)
                     progress.busy = False
                     send(_change_sleep(sleeper, command))
-                case TakeSnapshot(ticket):
+                case TakeSnapshot(ticket) if incidents is not None:
                     send(_take_snapshot(incidents, ticket))
-                case StartProfile() | StopProfile():
-                    progress.busy = False  # it may take longer than a step: a trace is written
-                    send(_change_profile(core.profiler, command))
+                case StartProfile() | StopProfile() if (profiler := core.profiler) is not None:
+                    progress.busy = False  # Writing a trace may take longer than a step.
+                    send(_change_profile(profiler, command))
                 case Shutdown():
                     return
+                case _:
+                    raise RuntimeError(f"{type(command).__name__} arrived, for which this engine was not set up")
         if core.has_work:
             progress.busy = True
             _step(core, send, progress)
@@ -158,16 +160,14 @@ def _report_adapter(send: Send, ticket: int, error: RequestError | None) -> None
     send(AdapterState(ticket, None if error is None else (error.field, str(error))))
 
 
-def _take_snapshot(incidents: IncidentWriter | None, ticket: int) -> SnapshotTaken:
-    assert incidents is not None, "the loop of a server has one"
+def _take_snapshot(incidents: IncidentWriter, ticket: int) -> SnapshotTaken:
     try:
         return SnapshotTaken(ticket, str(incidents.write("on demand")))
     except OSError as error:
         return SnapshotTaken(ticket, "", f"{error.filename}: {error.strerror}")
 
 
-def _change_profile(profiler: StepProfiler | None, command: StartProfile | StopProfile) -> ProfileState:
-    assert profiler is not None, "--profiler-config was checked by the client"
+def _change_profile(profiler: StepProfiler, command: StartProfile | StopProfile) -> ProfileState:
     try:
         if isinstance(command, StopProfile):
             return ProfileState(command.ticket, profiler.stop())
@@ -177,8 +177,7 @@ def _change_profile(profiler: StepProfiler | None, command: StartProfile | StopP
     return ProfileState(command.ticket)
 
 
-def _change_sleep(sleeper: Sleeper | None, command: Sleep | WakeUp) -> SleepState:
-    assert sleeper is not None, "--enable-sleep-mode was checked by the client"
+def _change_sleep(sleeper: Sleeper, command: Sleep | WakeUp) -> SleepState:
     error = ""
     try:
         if isinstance(command, Sleep):
@@ -241,7 +240,7 @@ class IncidentWriter:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.signal(SNAPSHOT_SIGNAL, lambda number, frame: None)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # written to by C code: the main thread may be stuck
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # C code writes to it: the main thread may be stuck.
         threading.Thread(target=self._wait, args=(reader,), name="pagoda-incidents", daemon=True).start()
 
     def _wait(self, reader: int) -> None:
@@ -374,7 +373,7 @@ def serve(address: str, build: Build = build_engine, clients: int = 0) -> int:
     """
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # They are sent to the whole process group; the parent decides.
         signal.signal(number, signal.SIG_IGN)
     stdin = sys.stdin.buffer
     config = msgspec.msgpack.decode(stdin.read(int.from_bytes(stdin.read(4), "big")), type=EngineConfig)
@@ -386,8 +385,8 @@ def serve(address: str, build: Build = build_engine, clients: int = 0) -> int:
     threading.Thread(
         target=_send_heartbeats, args=(context, addresses, progress), name="pagoda-heartbeat", daemon=True
     ).start()
-    output_context = zmq.Context()  # separate, so that term() waits for the last message only
-    outputs = [_connect(output_context, each) for each in addresses]
+    output_context = zmq.Context()  # A separate context, so that term() waits for the last message only.
+    outputs = [_connect(output_context, address) for address in addresses]
     router = ClientRouter(
         clients,
         lambda client, message: outputs[client + 1].send(encode(message)),
@@ -418,15 +417,15 @@ def serve(address: str, build: Build = build_engine, clients: int = 0) -> int:
         send(failure(error))
         return 1
     finally:
-        for each in outputs:
-            each.close(linger=1000)
+        for output in outputs:
+            output.close(linger=1000)
         output_context.term()
     return 0
 
 
 def _run(config: EngineConfig, built: BuiltEngine, inbox: Inbox, send: Send, progress: Progress) -> None:
     gc.collect()
-    gc.freeze()  # collections between steps then visit requests only
+    gc.freeze()  # Collections between steps then visit requests only.
     incidents = IncidentWriter(config, built)
     incidents.on_signal()
     send(Ready(built.info))
@@ -442,10 +441,10 @@ def _run(config: EngineConfig, built: BuiltEngine, inbox: Inbox, send: Send, pro
 
 def _send_failure(context: zmq.Context[zmq.Socket[bytes]], addresses: list[str], death: EngineDeadError) -> None:
     """Report the engine's death. Thread-safe: the engine's own thread may be blocked."""
-    outputs = [_connect(context, each) for each in addresses]
+    outputs = [_connect(context, address) for address in addresses]
     _send_all(outputs, failure(death))
-    for each in outputs:
-        each.close(linger=1000)
+    for output in outputs:
+        output.close(linger=1000)
 
 
 def _send_all(sockets: list[zmq.Socket[bytes]], message: FromEngine) -> None:
@@ -469,7 +468,7 @@ def _end_with_parent() -> None:
 
 
 def _send_heartbeats(context: zmq.Context[zmq.Socket[bytes]], addresses: list[str], progress: Progress) -> None:
-    sockets = [_connect(context, each) for each in addresses]
+    sockets = [_connect(context, address) for address in addresses]
     trimmer = MemoryTrimmer()
     while True:
         _send_all(sockets, Heartbeat(progress.steps, progress.busy))
@@ -481,4 +480,4 @@ if __name__ == "__main__":
     status = serve(sys.argv[1], clients=int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # a normal interpreter exit would wait for the sockets of daemon threads
+    os._exit(status)  # A normal interpreter exit would wait for the sockets of daemon threads.

@@ -30,17 +30,17 @@ from pagoda.common.models.spec import TokenSelection
 class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a pooling model offers."""
 
-    tasks: tuple[PoolingTask, ...]  # tasks that requests may name, the default first
-    embedding_size: int = 0  # 0 for a model without embeddings
-    labels: tuple[str, ...] = ()  # names of a classifier's labels
-    is_cross_encoder: bool = False  # scores a pair in one prompt; else a score is the cosine of two embeddings
-    pairs: Literal["tokenizer", "concatenated"] = "tokenizer"  # `Tokenizer.encode_pair`, or the two texts concatenated
-    use_activation: bool = True  # default of requests
-    is_matryoshka: bool = False  # requests may name fewer dimensions
-    dimensions: tuple[int, ...] = ()  # allowed dimensions; empty: any up to embedding_size
-    default_dimensions: int | None = None  # None: all
-    selections: dict[str, TokenSelection] = {}  # by per-token task; of others every token has an output
-    prompts: dict[str, str] = {}  # text prefixes by input type, from the model's authors; added by Cohere's API only
+    tasks: tuple[PoolingTask, ...]  # Tasks that requests may name, the default first.
+    embedding_size: int = 0  # A model without embeddings has 0.
+    labels: tuple[str, ...] = ()  # Names of a classifier's labels.
+    is_cross_encoder: bool = False  # A pair is scored in one prompt; otherwise a score is the cosine of two embeddings.
+    pairs: Literal["tokenizer", "concatenated"] = "tokenizer"  # By `Tokenizer.encode_pair`, or the two texts.
+    use_activation: bool = True  # Default of requests.
+    is_matryoshka: bool = False  # Requests may name fewer dimensions.
+    dimensions: tuple[int, ...] = ()  # Allowed dimensions; empty: any up to embedding_size.
+    default_dimensions: int | None = None  # None: all dimensions.
+    selections: dict[str, TokenSelection] = {}  # Per-token task -> selection; in other tasks every token has an output.
+    prompts: dict[str, str] = {}  # Input type -> text prefix by the model's authors; only Cohere's API adds it.
 
     @property
     def num_labels(self) -> int:
@@ -51,29 +51,29 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
 class EncoderInfo(msgspec.Struct, frozen=True):
     """The encoder of an encoder-decoder model, which reads the prompts of requests."""
 
-    max_tokens: int  # of a prompt
-    decoder_start: tuple[int, ...]  # token ids that the decoder starts from
+    max_tokens: int  # Maximum number of tokens of a prompt.
+    decoder_start: tuple[int, ...]  # Token ids that the decoder starts from.
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What is known once the engine is ready."""
 
-    names: tuple[str, ...]  # served model names
+    names: tuple[str, ...]  # Served model names.
     limits: Limits
     vocab_size: int
-    eos_token_ids: tuple[int, ...]  # of the model's configuration and generation_config, the main one first
-    sampling_defaults: dict[str, Any] = {}  # SamplingParams fields that generation_config sets
+    eos_token_ids: tuple[int, ...]  # Ids of the model's configuration and generation_config, the main one first.
+    sampling_defaults: dict[str, Any] = {}  # SamplingParams fields that generation_config sets.
     backend: str
     device: str
     dtype: str
-    num_blocks: int = 0  # KV blocks of all pools and copies, null blocks included
-    max_concurrency: float = 0.0  # sequences of max_model_len tokens that the KV cache of a copy holds; 0: unknown
+    num_blocks: int = 0  # KV blocks of all pools and copies, null blocks included.
+    max_concurrency: float = 0.0  # Sequences of max_model_len tokens that the KV cache of a copy holds; 0: unknown.
     memory: str
-    phases: tuple[tuple[str, float], ...]  # start-up phases and their seconds, in order
-    pooling: PoolingInfo | None = None  # None: the model generates
+    phases: tuple[tuple[str, float], ...]  # Start-up phases and their seconds, in order.
+    pooling: PoolingInfo | None = None  # None: the model generates.
     answers: AnswerFormat = AnswerFormat()
-    embeds_width: int = 0  # numbers in a row of prompt_embeds; 0: prompt_embeds are refused
-    encoder: EncoderInfo | None = None  # None: the model has no encoder, prompts are the beginning of the output
+    embeds_width: int = 0  # Numbers in a row of prompt_embeds; 0: prompt_embeds are refused.
+    encoder: EncoderInfo | None = None  # None: the model has no encoder, and prompts are the beginning of the output.
 
     @property
     def runner(self) -> Literal["generate", "pooling"]:
@@ -91,18 +91,20 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True):
     """Queue a sequence, and others that differ from it in id and seed only: prompt and lists are sent once."""
 
     request: EngineRequest
-    others: tuple[tuple[str, int], ...] = ()  # request id and seed
+    others: tuple[tuple[str, int], ...] = ()  # Request id and seed of each.
 
     @classmethod
     def several(cls, requests: Iterable[EngineRequest]) -> Iterator[AddRequest]:
         """Yield messages that queue the requests; consecutive ones of one prompt share a message."""
         for _, group in groupby(requests, lambda request: id(request.prompt_token_ids)):
             first, *others = group
-            same = [each for each in others if _with_id_and_seed(each, first.request_id, first.rules.seed) == first]
+            same = [
+                request for request in others if _with_id_and_seed(request, first.request_id, first.rules.seed) == first
+            ]
             if len(same) < len(others):
                 yield from map(cls, (first, *others))
             else:
-                yield cls(first, tuple((each.request_id, each.rules.seed) for each in others))
+                yield cls(first, tuple((request.request_id, request.rules.seed) for request in others))
 
     def sequences(self) -> Iterator[EngineRequest]:
         """Yield all sequences; they share prompt and lists."""
@@ -192,25 +194,25 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 class Failed(msgspec.Struct, tag="failed", frozen=True):
     """The engine could not start, or died."""
 
-    kind: str  # the error's class
+    kind: str  # Class of the error.
     message: str
-    name: str = ""  # the flag or field that it names
+    name: str = ""  # The flag or field that it names.
 
 
 class Restarting(msgspec.Struct, tag="restarting", frozen=True):
     """An engine has ended and is being replaced; its requests are lost. Ready follows, or Failed."""
 
     cause: str
-    request_ids: list[str] | None = None  # of the lost sequences, where other replicas serve on; None: all are lost
+    request_ids: list[str] | None = None  # Ids of the lost sequences, if other replicas serve on; None: all.
 
 
 class OtherUse(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
     """What the unfinished requests of an engine's other clients use of the queue."""
 
     sequences: int = 0
-    tokens: int = 0  # of their prompts
-    callers: int = 0  # callers' requests, however many prompts and sequences they have
-    owners: dict[str, tuple[int, int]] = {}  # by API key's digest: sequences and prompt tokens
+    tokens: int = 0  # Number of tokens of their prompts.
+    callers: int = 0  # Number of callers' requests, however many prompts and sequences they have.
+    owners: dict[str, tuple[int, int]] = {}  # Digest of an API key -> number of sequences and prompt tokens.
 
 
 NO_OTHERS: Final = OtherUse()
@@ -220,7 +222,7 @@ class StepReply(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """The outputs of a step."""
 
     outputs: StepOutputs
-    others: OtherUse | None = None  # None: about as in the message before
+    others: OtherUse | None = None  # None: about as in the message before.
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -241,15 +243,15 @@ class SleepState(msgspec.Struct, tag="sleep_state", frozen=True):
     """Reply to Sleep and WakeUp."""
 
     ticket: int
-    asleep: tuple[str, ...]  # the parts that are offloaded now
-    error: str = ""  # why the command failed
+    asleep: tuple[str, ...]  # The parts that are offloaded now.
+    error: str = ""  # Why the command failed.
 
 
 class AdapterState(msgspec.Struct, tag="adapter_state", frozen=True):
     """Reply to LoadAdapter."""
 
     ticket: int
-    error: tuple[str, str] | None = None  # field and reason, if it cannot be used
+    error: tuple[str, str] | None = None  # Field and reason, if it cannot be used.
 
 
 class SnapshotTaken(msgspec.Struct, tag="snapshot_taken", frozen=True):
@@ -257,22 +259,22 @@ class SnapshotTaken(msgspec.Struct, tag="snapshot_taken", frozen=True):
 
     ticket: int
     path: str
-    error: str = ""  # why it could not be written
+    error: str = ""  # Why it could not be written.
 
 
 class ProfileState(msgspec.Struct, tag="profile_state", frozen=True):
     """Reply to StartProfile and StopProfile."""
 
     ticket: int
-    path: str = ""  # of the trace that was written
-    error: tuple[str, str] | None = None  # field and reason, if it failed
+    path: str = ""  # Path of the trace that was written.
+    error: tuple[str, str] | None = None  # Field and reason, if it failed.
 
 
 class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
     """Sent every second."""
 
-    steps: int  # finished so far
-    busy: bool  # a request is unfinished
+    steps: int  # Number of steps finished so far.
+    busy: bool  # A request is unfinished.
 
 
 Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp | LoadAdapter | TakeSnapshot | StartProfile | StopProfile

@@ -67,8 +67,8 @@ def resident_bytes() -> int | None:
         status = _STATUS.read_text()
     except OSError:
         return None
-    _, found, rest = status.partition("RssAnon:")
-    return int(rest.split(maxsplit=1)[0]) * 1024 if found else None
+    _, separator, rest = status.partition("RssAnon:")
+    return int(rest.split(maxsplit=1)[0]) * 1024 if separator else None
 
 
 def _glibc_trim() -> Callable[[], None] | None:

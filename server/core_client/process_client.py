@@ -70,7 +70,7 @@ class ProcessClient:
     Ready, Failed and heartbeats.
     """
 
-    _process: subprocess.Popen[bytes] | None = None  # None: another process started the engine
+    _process: subprocess.Popen[bytes] | None = None  # None: another process started the engine.
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class ProcessClient:
                 stdin=subprocess.PIPE,
                 env=engine_env() | dict(env or {}),
             )
-        except OSError:  # no memory, or too many processes
-            self._context.destroy(linger=0)  # a context with open sockets would block when it is collected
+        except OSError:  # There is no memory, or there are too many processes.
+            self._context.destroy(linger=0)  # A context with open sockets would block when it is collected.
             self._private.remove()
             raise
         self._process = process
@@ -101,7 +101,8 @@ class ProcessClient:
         self._release = weakref.finalize(
             self, _end, process, self._supervisor, self._in, self._out, self._context, self._private
         )
-        watched = (process, weakref.ref(self))  # weak: the client may be deleted before the engine ends
+        # The reference is weak: the client may be deleted before the engine ends.
+        watched = (process, weakref.ref(self))
         threading.Thread(target=_watch, args=watched, name="pagoda-watch", daemon=True).start()
 
     def _connect(self, supervisor: Supervisor, outputs: str, commands: str) -> None:
@@ -181,7 +182,7 @@ class ProcessClient:
         self._loop = loop
         self._listener = listener
         loop.add_reader(self._out.FD, self._deliver)
-        loop.call_soon(self._deliver)  # the socket's descriptor signals changes only
+        loop.call_soon(self._deliver)  # The socket's descriptor signals changes only.
         if self._status() is not None:
             loop.call_soon(self._deliver_end)
 
@@ -230,7 +231,7 @@ class ProcessClient:
             process.stdin.write(len(text).to_bytes(4, "big") + text)
             process.stdin.flush()
         except BrokenPipeError:
-            pass  # the process has ended already; wait_ready raises the cause
+            pass  # The process has ended already; wait_ready raises the cause.
 
     def _receive(self, timeout_ms: int) -> FromEngine | None:
         if timeout_ms and not self._out.poll(timeout_ms):
@@ -304,11 +305,11 @@ def _end(
     if process.poll() is None:
         commands.send(encode(Shutdown()))
         if not supervisor.ready or not _ends_within(process, timeout):
-            process.kill()  # it ignores other signals
+            process.kill()  # The process ignores other signals.
     process.wait()
     if process.stdin is not None:
         process.stdin.close()
-    for socket in (commands, replies):  # a context with open sockets would block
+    for socket in (commands, replies):  # A context with open sockets would block.
         socket.close(linger=0)
     context.term()
     folder.remove()

@@ -55,7 +55,7 @@ class ReplicaRouter:
     """Chooses the replica that has computed the beginning of the prompt, unless it has too many sequences."""
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> replica that computed it last
+        self._homes: OrderedDict[int, int] = OrderedDict()  # Hash of a prefix -> replica that computed it last.
 
     def choose(self, request: EngineRequest, loads: dict[int, int]) -> int:
         """Return a replica. `loads`: unfinished sequences of each replica that may be chosen, at least one."""
@@ -63,7 +63,7 @@ class ReplicaRouter:
         least = min(loads.values())
         most = least + 1 + least // AFFINITY_DIVISOR
         homes = (self._homes.get(prefix) for prefix in reversed(prefixes))
-        home = next((each for each in homes if each is not None), None)
+        home = next((replica for replica in homes if replica is not None), None)
         if home is None or loads.get(home, most + 1) > most:
             home = min(loads, key=loads.__getitem__)
         for prefix in prefixes:
@@ -115,23 +115,23 @@ class ReplicaClient:
     def __init__(self, clients: Sequence[StartingClient]) -> None:
         self.clients = tuple(clients)
         self._router = ReplicaRouter()
-        self._replica_of: dict[str, int] = {}  # of unfinished sequences
-        self._loads = [0] * len(clients)  # unfinished sequences of this client
+        self._replica_of: dict[str, int] = {}  # Unfinished sequence -> replica.
+        self._loads = [0] * len(clients)  # Number of unfinished sequences of this client on each replica.
         self._stats = [EngineStats()] * len(clients)
-        self._down: set[int] = set()  # being replaced
-        self._calls: dict[int, _Call] = {}  # by ticket
+        self._down: set[int] = set()  # Replicas that are being replaced.
+        self._calls: dict[int, _Call] = {}  # Ticket -> call.
         self._listener: Listener | None = None
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where SharedClients find the engines' sockets, in the order of the replicas."""
-        return tuple(each.address for each in self.clients if isinstance(each, ProcessClient))
+        return tuple(client.address for client in self.clients if isinstance(client, ProcessClient))
 
     @property
     def failed(self) -> Failed | None:
         """Why the first engine that died did, as far as it is known."""
-        processes = (each for each in self.clients if isinstance(each, ProcessClient))
-        return next((each.failed for each in processes if each.failed is not None), None)
+        processes = (client for client in self.clients if isinstance(client, ProcessClient))
+        return next((process.failed for process in processes if process.failed is not None), None)
 
     def wait_ready(self) -> EngineInfo:
         """Block until all engines are warm. Raises what kept one from starting, whether or not others still load."""
@@ -150,7 +150,7 @@ class ReplicaClient:
 
     @property
     def others(self) -> OtherUse:
-        uses = [each.others for each in self.clients if each.others is not NO_OTHERS]
+        uses = [client.others for client in self.clients if client.others is not NO_OTHERS]
         if not uses:
             return NO_OTHERS
         owners: dict[str, tuple[int, int]] = {}
@@ -206,7 +206,7 @@ class ReplicaClient:
             replica = self._router.choose(command.request, loads)
             try:
                 self.clients[replica].send(command)
-            except EngineUnavailableError:  # it has just ended
+            except EngineUnavailableError:  # The replica has just ended.
                 del loads[replica]
                 continue
             for request_id in (command.request.request_id, *(request_id for request_id, _ in command.others)):
@@ -222,9 +222,9 @@ class ReplicaClient:
             replica = self._forget(request_id)
             if replica is not None:
                 by_replica.setdefault(replica, []).append(request_id)
-        for replica, own in by_replica.items():
+        for replica, requests_of_replica in by_replica.items():
             if replica not in self._down:
-                self.clients[replica].send(Abort(own))
+                self.clients[replica].send(Abort(requests_of_replica))
 
     def _forget(self, request_id: str) -> int | None:
         replica = self._replica_of.pop(request_id, None)
@@ -253,7 +253,7 @@ class ReplicaClient:
         del self._calls[call.command.ticket]
         if call.replies:
             self._tell(merge_replies(call.replies))
-        elif self._up():  # all that had the command have ended: those that are left get it
+        elif self._up():  # All that had the command have ended: those that are left get it.
             self._call(call.command)
 
     # Messages.
@@ -291,7 +291,8 @@ class ReplicaClient:
                 self._forget(output.request_id)
         earlier = tuple(self._total_with(replica, stats) for stats in step.earlier)
         stats = self._total_with(replica, step.stats)
-        self._stats[replica] = msgspec.structs.replace(step.stats, last_step_tokens=0)  # counted once
+        # The statistics are counted once.
+        self._stats[replica] = msgspec.structs.replace(step.stats, last_step_tokens=0)
         return StepOutputs(outputs=outputs, stats=stats, earlier=earlier)
 
     def _total_with(self, replica: int, stats: EngineStats) -> EngineStats:
@@ -302,7 +303,7 @@ class ReplicaClient:
         self._down.add(replica)
         self._router.forget(replica)
         self._stats[replica] = EngineStats()
-        lost = [request_id for request_id, each in self._replica_of.items() if each == replica]
+        lost = [request_id for request_id, owner in self._replica_of.items() if owner == replica]
         for request_id in lost:
             self._forget(request_id)
         self._tell(Restarting(f"replica {replica}: {cause}", lost if self._up() else None))

@@ -51,8 +51,8 @@ class RestartingClient:
         self._client = start()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: Listener | None = None
-        self._restarts: deque[float] = deque()  # times of the latest ones
-        self._cause: str | None = None  # why the engine is being replaced
+        self._restarts: deque[float] = deque()  # Times of the latest restarts.
+        self._cause: str | None = None  # Why the engine is being replaced.
         self._failed: Failed | None = None
         self._thread: threading.Thread | None = None
         self._starting: StartingClient | None = None
@@ -100,7 +100,7 @@ class RestartingClient:
         if self._thread is not None:
             starting = self._starting
             if starting is not None:
-                starting.kill("the engine was shut down")  # its thread then closes it
+                starting.kill("the engine was shut down")  # Its thread then closes it.
             self._thread.join(timeout)
         self._client.close(timeout)
 

@@ -59,11 +59,11 @@ class ClientRouter:
         self._count = count
         self._send = send
         self._broadcast = broadcast
-        self._clients: dict[str, int] = {}  # client of each unfinished sequence
-        self._uses = [QueueUse() for _ in range(count)]  # of those, by client
-        self._reported = [0.0] * count  # when a client last got statistics
-        self._told = [0.0] * count  # and what the others use
-        self._ready: Ready | None = None  # once it was sent
+        self._clients: dict[str, int] = {}  # Unfinished sequence -> its client.
+        self._uses = [QueueUse() for _ in range(count)]  # The use of those sequences, by client.
+        self._reported = [0.0] * count  # Times at which each client last got statistics.
+        self._told = [0.0] * count  # Times at which each client last got the use of the others.
+        self._ready: Ready | None = None  # The message, once it was sent.
 
     def note(self, client: int, command: ToEngine) -> ToEngine:
         """Record a client's command and return it with a ticket that is unique among all clients."""
@@ -104,7 +104,7 @@ class ClientRouter:
         """Let another process be a client: tell it Ready, and return the command that drops the requests before."""
         if self._ready is not None:
             self._send(client, self._ready)
-        lost = [request_id for request_id, each in self._clients.items() if each == client]
+        lost = [request_id for request_id, owner in self._clients.items() if owner == client]
         for request_id in lost:
             self._forget(request_id)
         return Abort(lost)
@@ -113,17 +113,17 @@ class ClientRouter:
         outputs: list[list[EngineOutput]] = [[] for _ in range(self._count)]
         for output in step.outputs:
             client = self._clients.get(output.request_id)
-            if client is not None:  # else it was aborted
+            if client is not None:  # A request without a client was aborted.
                 outputs[client].append(output)
             if output.finish_reason is not None:
                 self._forget(output.request_id)
         now = time.monotonic()
-        for client, own in enumerate(outputs):
+        for client, outputs_of_client in enumerate(outputs):
             idle = not step.outputs
-            if client and not own and not idle and now - self._reported[client] < STATS_SECONDS:
+            if client and not outputs_of_client and not idle and now - self._reported[client] < STATS_SECONDS:
                 continue
             self._reported[client] = now
-            step_outputs = StepOutputs(outputs=own, stats=step.stats, earlier=step.earlier)
+            step_outputs = StepOutputs(outputs=outputs_of_client, stats=step.stats, earlier=step.earlier)
             self._send(client, StepReply(step_outputs, self._others(client, now)))
 
     def _others(self, client: int, now: float) -> OtherUse | None:

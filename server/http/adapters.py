@@ -63,9 +63,9 @@ def lora_modules(entries: Sequence[str]) -> list[LoraModule]:
 
 
 def _module(values: Any) -> LoraModule:
-    known = ("name", "path", "base_model_name")
-    if not isinstance(values, dict) or not all(key in known and isinstance(values[key], str) for key in values):
-        raise ConfigError(_FLAG, f"{values!r} is not an object with the texts {', '.join(known)}")
+    keys = ("name", "path", "base_model_name")
+    if not isinstance(values, dict) or not all(key in keys and isinstance(values[key], str) for key in values):
+        raise ConfigError(_FLAG, f"{values!r} is not an object with the texts {', '.join(keys)}")
     return LoraModule(values.get("name", ""), values.get("path", ""), values.get("base_model_name"))
 
 
@@ -88,7 +88,7 @@ class ServedAdapters:
     def __init__(self, llm: AsyncLLM, entries: Sequence[str]) -> None:
         self._llm = llm
         self._lock = asyncio.Lock()
-        self._resolved: dict[str, None] = {}  # names, in the order in which they came
+        self._resolved: dict[str, None] = {}  # Names, in the order in which they came.
         self._failed: dict[str, _Failure] = {}
         self._modules = lora_modules(entries)
         if self._modules and not llm.config.lora.enable_lora:
@@ -135,7 +135,7 @@ class ServedAdapters:
             await self._add(name, folder, self._llm.names[0])
 
     async def unload(self, name: str) -> None:
-        """Serve an adapter no longer; its running requests go on. Raises HttpError."""
+        """Stop serving an adapter; its running requests continue. Raises HttpError."""
         _check_allowed()
         async with self._lock:
             if not await self._withdraw(name):
@@ -207,7 +207,7 @@ def _files(folder: str) -> _Files:
     """Return what tells whether an adapter was changed; nothing if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
-            return tuple(sorted((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in entries))
+            return tuple(sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries))
     except OSError:
         return ()
 

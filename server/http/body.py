@@ -15,15 +15,7 @@ from functools import cache
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import numpy as np
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, ErrorDetails, core_schema, from_json
 from starlette.requests import ClientDisconnect, Request
@@ -41,7 +33,7 @@ Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
 async def read_body(request: Request, body_type: type[BodyT], config: ServerConfig) -> BodyT:
     """Read and parse the body. Raise HttpError (413, 415), RequestError or ClientDisconnectedError."""
     raw = await read_json(request, config)
-    if len(raw) > SMALL:  # in a thread, which lets the event loop run between the Python parts of the validation
+    if len(raw) > SMALL:  # In a thread, the event loop runs between the Python parts of the validation.
         return await asyncio.to_thread(parse_body, request, body_type, raw, config)
     return parse_body(request, body_type, raw, config)
 
@@ -71,8 +63,8 @@ async def read_json(request: Request, config: ServerConfig) -> bytes:
 
 
 async def _read(request: Request, limit: int) -> bytes:
-    stated = request.headers.get("content-length", "")
-    if stated.isascii() and stated.isdigit() and int(stated[:20]) > limit:
+    length_text = request.headers.get("content-length", "")
+    if length_text.isascii() and length_text.isdigit() and int(length_text[:20]) > limit:
         raise _too_large(limit)
     raw = bytearray()
     try:
@@ -143,7 +135,7 @@ def _chunks(raw: bytes) -> Iterator[bytes]:
         end = min(start + _CHUNK, len(raw))
         chunk = raw[start:end]
         backslashes = len(chunk) - len(chunk.rstrip(b"\\"))
-        if backslashes % 2 and end < len(raw):  # do not split an escape sequence
+        if backslashes % 2 and end < len(raw):  # An escape sequence must not be split.
             end += 1
             chunk = raw[start:end]
         start = end
@@ -182,12 +174,12 @@ def bounded(schema: Any, owner: str) -> Any:
     lists of objects, and with fields that convert numbers.
     """
     if isinstance(schema, list | tuple):
-        return type(schema)(bounded(each, owner) for each in schema)
+        return type(schema)(bounded(item, owner) for item in schema)
     if not isinstance(schema, Mapping):
         return schema
     kind = schema.get("type")
-    if not isinstance(kind, str):  # a mapping of names to schemas
-        return {name: bounded(each, owner) for name, each in schema.items()}
+    if not isinstance(kind, str):  # This is a mapping of names to schemas.
+        return {name: bounded(item, owner) for name, item in schema.items()}
     if kind == "model-fields" and schema.get("model_name") == owner:
         fields = {name: _within(field, bound_of(owner, name)) for name, field in schema["fields"].items()}
         schema = {**schema, "fields": fields}
@@ -210,13 +202,13 @@ def _within(schema: Any, bound: Bound | None) -> Any:
     if bound is None or bound.sampled:
         return schema
     if isinstance(schema, list | tuple):
-        return type(schema)(_within(each, bound) for each in schema)
+        return type(schema)(_within(item, bound) for item in schema)
     if not isinstance(schema, Mapping):
         return schema
     kind = schema.get("type")
-    if not isinstance(kind, str):  # choices by their tags
-        return {name: _within(each, bound) for name, each in schema.items()}
-    if kind in ("model", "definition-ref"):  # it has bounds of its own
+    if not isinstance(kind, str):  # These are choices by their tags.
+        return {name: _within(item, bound) for name, item in schema.items()}
+    if kind in ("model", "definition-ref"):  # It has bounds of its own.
         return schema
     copy = {key: _within(value, bound) if key in _WRAPPED else value for key, value in schema.items()}
     limits: dict[str, float | None] = {}
@@ -291,12 +283,12 @@ _INDEX: Final = re.compile(r"\[\d+\]")
 class Ignored:
     """A part of a request that is accepted without effect."""
 
-    path: str  # such as `input[2].phase`
+    path: str  # Path such as `input[2].phase`.
     # "unknown": an undeclared field. "hint": a field only a hosted service acts on. "tool", "item": a tool, or an item
     # of the conversation, of an unsupported type.
     kind: Literal["unknown", "hint", "tool", "item"]
-    reason: str = ""  # message of the 400 that a strict server returns
-    type: str = ""  # of a tool or item
+    reason: str = ""  # Message of the 400 that a strict server returns.
+    type: str = ""  # Type of a tool or item.
 
     @property
     def name(self) -> str:
@@ -310,7 +302,7 @@ def note_ignored(
 ) -> None:
     """Record ignored parts for the response header. `own_name` maps a path to the field name of the client's API."""
     noted: list[Ignored] = request.scope.setdefault("state", {}).setdefault(IGNORED_STATE, [])
-    noted += [replace(each, path=own_name(each.path)) for each in ignored]
+    noted += [replace(field, path=own_name(field.path)) for field in ignored]
 
 
 class RequestBody(BaseModel):
@@ -324,9 +316,9 @@ class RequestBody(BaseModel):
         if undeclared:
             yield from (Ignored(_joined(path, name), "unknown") for name in undeclared)
             undeclared.clear()
-        given = self.model_fields_set
+        set_fields = self.model_fields_set
         for name, field in _examined_fields(type(self)):
-            if name in given:
+            if name in set_fields:
                 yield from _ignored_within(getattr(self, name), field, _joined(path, name))
 
     @classmethod
@@ -394,22 +386,10 @@ def harmless_values(field: FieldInfo) -> list[Any]:
     values: list[Any] = []
     for value in (*_WITHOUT_EFFECT, field.default, *(field.examples or ())):
         if value is False and field.default is True:
-            continue  # it switches off what is on by default
-        if not any(type(value) is type(each) and value == each for each in values):
+            continue  # It switches off what is on by default.
+        if not any(type(value) is type(harmless) and value == harmless for harmless in values):
             values.append(value)
     return values
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-StringOrList = Annotated[
-    list[str],
-    BeforeValidator(_as_list),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
-]
-"""A string or a list of strings; always parsed to a list."""
 
 
 # Parsing.
@@ -435,9 +415,9 @@ def parse_tolerant(body_type: type[BodyT], raw: bytes) -> tuple[BodyT, list[Igno
     for name in body.model_fields_set & _unsupported_fields(body_type):
         _refuse_unsupported(body, name)
     ignored: list[Ignored] = []
-    for each in body.ignored():
+    for field in body.ignored():
         if len(ignored) < MAX_IGNORED:
-            ignored.append(each)
+            ignored.append(field)
     return body, ignored
 
 
@@ -496,7 +476,7 @@ def _refuse_unsupported(body: RequestBody, name: str) -> None:
 
 
 def _is_harmless(value: Any, field: FieldInfo) -> bool:
-    return any(_json_type(value) is _json_type(each) and value == each for each in harmless_values(field))
+    return any(_json_type(value) is _json_type(harmless) and value == harmless for harmless in harmless_values(field))
 
 
 def _json_type(value: Any) -> type:
@@ -528,24 +508,24 @@ def _request_error(raw: bytes, error: ValidationError) -> RequestError:
     return RequestError(field, f"{field}: {_lowered(chosen['msg'])}")
 
 
-def _deepest(errors: Sequence[ErrorDetails], given: Any) -> tuple[_Parts, ErrorDetails]:
+def _deepest(errors: Sequence[ErrorDetails], value: Any) -> tuple[_Parts, ErrorDetails]:
     """Return the deepest error within the value of the first error: of a union, the closest alternative's."""
-    located = [(_parts(each["loc"], given, each["type"] == "missing"), each) for each in errors[:_MAX_COMPARED]]
+    located = [(_parts(error["loc"], value, error["type"] == "missing"), error) for error in errors[:_MAX_COMPARED]]
     first = located[0][0]
-    within = [each for each in located if each[0][: len(first)] == first]
-    return max(within, key=lambda each: len(each[0]))
+    within = [candidate for candidate in located if candidate[0][: len(first)] == first]
+    return max(within, key=lambda candidate: len(candidate[0]))
 
 
-def _parts(loc: _Parts, given: Any, missing: bool) -> _Parts:
+def _parts(loc: _Parts, value: Any, missing: bool) -> _Parts:
     """Return the path of an error within the given JSON, without the union tags that pydantic adds."""
     if not loc:
         return ()
     part = loc[0]
     following = loc[1:]
-    skipped = _parts(following, given, missing)
-    known = part in given if isinstance(given, dict) else isinstance(given, list) and part in range(len(given))
-    if known:
-        taken = (part, *_parts(following, given[part], missing))
+    skipped = _parts(following, value, missing)
+    is_known = part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value))
+    if is_known:
+        taken = (part, *_parts(following, value[part], missing))
     elif missing and not following:
         taken = (part,)
     else:
@@ -561,8 +541,8 @@ def _path(parts: _Parts) -> str:
     return path[:200]
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name.rsplit(".", 1)[-1], known, n=1)
+def _nearest(name: str, known_names: list[str]) -> str:
+    near = difflib.get_close_matches(name.rsplit(".", 1)[-1], known_names, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

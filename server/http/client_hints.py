@@ -29,7 +29,7 @@ _TEXT_ONLY: Final = "this version serves text only"
 _NO_GUIDANCE: Final = "there is no classifier-free guidance"
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
-    # Chat applications and agents
+    # These are from chat applications and agents.
     "client_metadata": _BOOKKEEPING,
     "chat_id": _BOOKKEEPING,
     "conversation_id": _BOOKKEEPING,
@@ -37,7 +37,7 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "features": "features of the chat application, not of the model",
     "files": "the client includes them in the messages",
     "background_tasks": _BOOKKEEPING,
-    # OpenRouter
+    # These are from OpenRouter.
     "provider": _ROUTING,
     "models": _ROUTING,
     "route": _ROUTING,
@@ -45,13 +45,13 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "preset": _ROUTING,
     "plugins": "there are no plugins for requests",
     "usage": "usage is always reported; in streams with stream_options.include_usage",
-    # Alibaba Cloud Model Studio
+    # These are from Alibaba Cloud Model Studio.
     "enable_search": "there is no web search",
     "vl_high_resolution_images": _TEXT_ONLY,
-    # Ollama
+    # These are from Ollama.
     "keep_alive": _LOADING,
     "raw": "completions use no chat template",
-    # llama.cpp
+    # These are from llama.cpp.
     "cache_prompt": _CACHING,
     "n_keep": _NO_SHIFT,
     "n_discard": _NO_SHIFT,
@@ -75,7 +75,7 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "post_sampling_probs": _REPORT,
     "reasoning_format": "set by --reasoning-parser",
     "t_max_predict_ms": "use max_tokens",
-    # text-generation-webui and servers with its fields
+    # These are from text-generation-webui and servers with its fields.
     "rep_pen_range": _WHOLE_SEQUENCE,
     "repetition_penalty_range": _WHOLE_SEQUENCE,
     "smoothing_curve": _OF_SAMPLER,
@@ -91,10 +91,10 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
 """Field -> why it has no effect."""
 
 REFUSED: Final[Mapping[str, str]] = {
-    # Ollama
+    # These are from Ollama.
     "format": "use response_format",
     "system": "use a message of the role system",
-    # llama.cpp
+    # These are from llama.cpp.
     "tfs_z": _SAMPLER,
     "top_n_sigma": _SAMPLER,
     "mirostat": _SAMPLER,
@@ -102,7 +102,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "dry_multiplier": _SAMPLER,
     "image_data": _TEXT_ONLY,
     "lora": "adapters are chosen by model name",
-    # text-generation-webui and servers with its fields
+    # These are from text-generation-webui and servers with its fields.
     "repetition_decay": _SAMPLER,
     "encoder_repetition_penalty": _SAMPLER,
     "penalty_alpha": _SAMPLER,

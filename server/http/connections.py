@@ -49,7 +49,7 @@ MAX_PIPELINED: Final = 64
 class _Reading(Enum):
     HEAD = "head"
     BODY = "body"
-    NOTHING = "nothing"  # between requests
+    NOTHING = "nothing"  # The connection is between requests.
 
 
 class _RefusedError(Exception):
@@ -60,7 +60,7 @@ class Connections:
     """The open connections of a server, and those among them that wait for a request, longest first."""
 
     def __init__(self) -> None:
-        self._opening: set[BoundedProtocol] = set()  # without a transport yet, as during a TLS handshake
+        self._opening: set[BoundedProtocol] = set()  # Connections without a transport yet, as during a TLS handshake.
         self._open: set[BoundedProtocol] = set()
         self._waiting: dict[BoundedProtocol, None] = {}
 
@@ -149,7 +149,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._reading is _Reading.HEAD:
             self._head_bytes += len(data)
         super().data_received(data)
-        if before[0] is _Reading.BODY:  # trailers and chunk extensions
+        if before[0] is _Reading.BODY:  # These are trailers and chunk extensions.
             self._head_bytes = self._head_bytes + len(data) if (self._reading, self._body_bytes) == before else 0
         if self._head_bytes > self._limits.h11_max_incomplete_event_size:
             self._refuse(self._large_head())
@@ -268,7 +268,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stop_timer()
 
     def _head_is_late(self) -> None:
-        if self._answering:  # trailing bytes after a request, as some clients send
+        if self._answering:  # These are trailing bytes after a request, as some clients send.
             self._start_timer(self._limits.timeout_headers, self._head_is_late, _Reading.HEAD)
         elif not self._head_bytes:
             self.transport.close()
@@ -357,7 +357,7 @@ ACCEPTED_AT_ONCE: Final = 64
 
 _SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
-_FLUSH_SECONDS: Final = 10.0  # closing notice of a TLS connection
+_FLUSH_SECONDS: Final = 10.0  # Seconds for the closing notice of a TLS connection.
 
 
 def raise_descriptor_limit(connections: int) -> None:
@@ -505,7 +505,7 @@ class Acceptor:
             while len(self._reserve) < RESERVE:
                 self._reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
-            pass  # tried again with the next connection
+            pass  # It is tried again with the next connection.
 
     def _open(self, connection: socket.socket, *, only_probes: bool) -> None:
         connection.setblocking(False)

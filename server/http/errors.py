@@ -61,8 +61,8 @@ class HttpError(Exception):
 
     status: int
     message: str
-    param: str | None = None  # name of the invalid request field
-    code: str | None = None  # error code of the Messages API
+    param: str | None = None  # Name of the invalid request field.
+    code: str | None = None  # Error code of the Messages API.
 
     def as_dict(self) -> dict[str, Any]:
         """Return the response body in OpenAI's format."""
@@ -85,13 +85,13 @@ def http_error(error: BaseException) -> HttpError:
         case QueueFullError():
             return HttpError(429, str(error))
         case EngineUnavailableError():
-            return HttpError(503, error.told)
+            return HttpError(503, error.client_message)
         case UnavailableError() | SleepError() | AbortedError():
             return HttpError(503, str(error))
         case RequestTimeoutError():
             return HttpError(504, str(error))
         case EngineDeadError():
-            return HttpError(500, error.told)
+            return HttpError(500, error.client_message)
         case PluginError():
             return HttpError(500, str(error))
         case _:

@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, Discriminator, Field, WithJsonSchema, mode
 from pydantic_core import PydanticCustomError
 
 from pagoda.common.beam_search import BeamSearchParams
-from pagoda.common.engine.sampling.extra_samplers import EXTRA_SAMPLERS
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import (
     RepetitionDetectionParams,
@@ -25,6 +24,7 @@ from pagoda.common.text.tokenizer import Tokenizer, TokenPieces
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
 from pagoda.server.http.client_hints import OTHER_NAMES, ClientHints
 from pagoda.server.outputs import Logprob, LogprobsOnePosition, PromptLogprobs
+from pagoda.server.settings.extra_samplers import EXTRA_SAMPLERS
 
 # Prompts and chat templates.
 
@@ -36,12 +36,12 @@ PROMPTS_SCHEMA: Final[dict[str, Any]] = {"anyOf": [{"type": "string"}, _TEXTS, _
 
 def is_token_ids(value: Any) -> bool:
     """Return whether a JSON value is a non-empty list of integers."""
-    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def is_prompts(values: Sequence[Any]) -> bool:
     """Return whether JSON values are all texts or all token ids."""
-    return all(isinstance(each, str) for each in values) or all(map(is_token_ids, values))
+    return all(isinstance(item, str) for item in values) or all(map(is_token_ids, values))
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> None:
@@ -73,7 +73,7 @@ class NamedSchema(RequestBody):
     name: str | None = None
     description: str | None = None
     json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
-    strict: bool | None = None  # no effect: output always conforms to its schema
+    strict: bool | None = None  # It has no effect: output always conforms to its schema.
 
 
 class JsonSchemaFormat(RequestBody):
@@ -145,13 +145,13 @@ _STRUCTURE_FIELDS: Final = ("response_format", "structured_outputs", *_GUIDED)
 class StructuredFields(RequestBody):
     """Structured-output fields of every request that generates text."""
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
+    response_format: ResponseFormat | None = Field(None, description="Constraint on the output, in OpenAI's form.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Constraint on the output, in vLLM's form.")
+    guided_json: dict[str, Any] | str | None = Field(None, description="As structured_outputs.json.")
+    guided_regex: str | None = Field(None, description="As structured_outputs.regex.")
+    guided_choice: list[str] | None = Field(None, description="As structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, description="As structured_outputs.grammar.")
+    guided_whitespace_pattern: str | None = Field(None, description="As structured_outputs.whitespace_pattern.")
     grammar: str | None = Field(None, description="GBNF or Lark grammar, as structured_outputs.grammar.")
     json_schema: dict[str, Any] | None = Field(None, description="JSON schema, as structured_outputs.json.")
     guided_decoding_backend: Any = hint(
@@ -160,14 +160,14 @@ class StructuredFields(RequestBody):
 
     def structure(self) -> StructuredOutputsParams | None:
         """Return the output constraint; None for unconstrained text. Raise RequestError naming the field."""
-        given = self._given()
-        if len(given) > 1:
-            for name in given:
-                self._constraint(name)  # an invalid one is reported first
-            first, second = given[:2]
+        constraints = self._given()
+        if len(constraints) > 1:
+            for name in constraints:
+                self._constraint(name)  # An invalid constraint is reported first.
+            first, second = constraints[:2]
             raise RequestError(second, f"{second} and {first} both constrain the output; leave one of them out")
-        constraint = self._constraint(given[0]) if given else None
-        if self.guided_whitespace_pattern is not None and "guided_json" not in given:
+        constraint = self._constraint(constraints[0]) if constraints else None
+        if self.guided_whitespace_pattern is not None and "guided_json" not in constraints:
             raise RequestError("guided_whitespace_pattern", "guided_whitespace_pattern needs guided_json")
         return constraint
 
@@ -198,8 +198,14 @@ class StructuredFields(RequestBody):
             return _of_format(value)
         if name == "guided_choice" and not value:
             raise RequestError(name, "guided_choice is empty; list at least one choice")
-        pattern = self.guided_whitespace_pattern if name == "guided_json" else None
-        return StructuredOutputsParams(**{_GUIDED[name]: value}, whitespace_pattern=pattern)
+        kind = _GUIDED[name]
+        return StructuredOutputsParams(
+            json=value if kind == "json" else None,
+            regex=value if kind == "regex" else None,
+            choice=value if kind == "choice" else None,
+            grammar=value if kind == "grammar" else None,
+            whitespace_pattern=self.guided_whitespace_pattern if name == "guided_json" else None,
+        )
 
 
 def _of_format(response_format: JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat) -> StructuredOutputsParams:
@@ -244,7 +250,7 @@ def _stop_list(value: Any) -> Any:
     """Return stop strings as a list without empty ones, which clients send for "none"."""
     if isinstance(value, str):
         value = [value]
-    return [each for each in value if each != ""] if isinstance(value, list) else value
+    return [item for item in value if item != ""] if isinstance(value, list) else value
 
 
 StopStrings = Annotated[
@@ -339,9 +345,9 @@ class RepetitionDetection(RequestBody):
 class SamplingFields(StructuredFields, ClientHints):
     """Fields of chat and text completions. null: the model's default, else SamplingParams'."""
 
-    searches_beams: ClassVar[bool] = False  # whether use_beam_search is supported
+    searches_beams: ClassVar[bool] = False  # Whether use_beam_search is supported.
 
-    model: str | None = None
+    model: str | None = Field(None, description="Name of a served model or adapter; null: the first served model.")
     n: Int64 | None = 1
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -364,21 +370,27 @@ class SamplingFields(StructuredFields, ClientHints):
     bad_words: list[str] | None = Field(default_factory=list)
     prompt_logprobs: Int64 | None = None
 
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream: bool | None = Field(False, description="Send the output as server-sent events while it is generated.")
+    stream_options: StreamOptions | None = Field(None, description="What a stream contains beside the output.")
     user: str | None = Field(None, description="End user id for the request log; does not affect the output.")
-    priority: Int64 | None = 0
-    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    return_tokens_as_token_ids: bool | None = None
-    return_token_ids: bool | None = None
+    priority: Int64 | None = Field(0, description="Lower values run first; needs --scheduling-policy priority.")
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="Id of the request; the header X-Request-Id has precedence."
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="Only requests with the same salt share cached prefixes."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Represent tokens in logprobs as token_id:N; null: as --return-tokens-as-token-ids."
+    )
+    return_token_ids: bool | None = Field(None, description="Include the token ids of prompt and output.")
     vllm_xargs: dict[str, Any] | None = Field(
         None, description="Arguments of custom logits processors; a hint if the server has none."
     )
 
     truncation_side: Literal["left", "right"] | None = None
     logprob_token_ids: list[Int64] | None = Field(
-        None, description="Report log-probabilities of these tokens instead of the top ones; needs logprobs."
+        None, description="Report log-probabilities of these tokens instead of the best ones; needs logprobs."
     )
     repetition_detection: RepetitionDetection | None = None
     stream_interval: Int64 | None = Field(None, description="Tokens per chunk of a stream.")
@@ -509,17 +521,17 @@ class SamplingFields(StructuredFields, ClientHints):
 
         Raise RequestError for two values.
         """
-        own, value = self.own_value(name)
-        given = {own: value} | {each: getattr(self, each) for each in OTHER_NAMES[name]}
-        given = {each: value for each, value in given.items() if value is not None}
-        if len(given) > 1:
-            given = {each: value for each, value in given.items() if value not in _UNSAID[name]} or given
-        if len(given) > 1:
-            given.pop(_OF_CONTEXT, None)
-        if len(set(given.values())) > 1:
-            first, second = list(given)[:2]
+        own_name, value = self.own_value(name)
+        values = {own_name: value} | {alias: getattr(self, alias) for alias in OTHER_NAMES[name]}
+        values = {alias: value for alias, value in values.items() if value is not None}
+        if len(values) > 1:
+            values = {alias: value for alias, value in values.items() if value not in _UNSAID[name]} or values
+        if len(values) > 1:
+            values.pop(_OF_CONTEXT, None)
+        if len(set(values.values())) > 1:
+            first, second = list(values)[:2]
             raise RequestError(second, f"{second} and {first} are the same field and differ; leave one of them out")
-        return next(iter(given.items()), (own, None))
+        return next(iter(values.items()), (own_name, None))
 
     @property
     def token_limit(self) -> int | None:
@@ -531,20 +543,20 @@ class SamplingFields(StructuredFields, ClientHints):
         """Return the arguments of EXTRA_SAMPLERS that are set."""
         arguments: dict[str, float] = {}
         for sampler in EXTRA_SAMPLERS.values():
-            given = {name: getattr(self, name) for name in sampler.arguments if getattr(self, name) is not None}
+            set_arguments = {name: getattr(self, name) for name in sampler.arguments if getattr(self, name) is not None}
             switch = next(iter(sampler.arguments))
-            if given.get(switch, sampler.arguments[switch].neutral) != sampler.arguments[switch].neutral:
-                arguments |= given
+            if set_arguments.get(switch, sampler.arguments[switch].neutral) != sampler.arguments[switch].neutral:
+                arguments |= set_arguments
         return arguments
 
-    def sampling_params(self, defaults: Mapping[str, Any], **own: Any) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
         """Return the verified SamplingParams: delta outputs for a stream, else a single final output.
 
-        `defaults`: the model's generation config. `own`: values that take precedence over the fields. Raise
+        `defaults`: the model's generation config. `overrides`: values that take precedence over the fields. Raise
         RequestError naming a field outside its bounds.
         """
         self._check_beams()
-        values = {name: getattr(self, name) for name in _PASSED_ON} | own
+        values = {name: getattr(self, name) for name in _PASSED_ON} | overrides
         values["repetition_penalty"] = self.chosen("repetition_penalty")[1]
         values["extra_args"] = {**(self.vllm_xargs or {}), **self.of_extra_samplers()} or None
         if self.do_sample is False:
@@ -648,15 +660,15 @@ class CompletionLogprobs:
         """Return the chosen token, then the best candidates, as vLLM does."""
         candidates = ({token: position[token]} if token in position else {}) | dict(_ranked(position, self._count))
         top: dict[str, float] = {}
-        for each, logprob in candidates.items():
-            top.setdefault(self._names.text(each, logprob), _finite(logprob.logprob))
+        for candidate, logprob in candidates.items():
+            top.setdefault(self._names.text(candidate, logprob), _finite(logprob.logprob))
         return top
 
 
 def join_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Concatenate chunks of completion logprobs."""
     keys = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
-    return {key: [each for part in parts for each in part[key]] for key in keys}
+    return {key: [item for part in parts for item in part[key]] for key in keys}
 
 
 def prompt_logprobs(positions: PromptLogprobs) -> list[dict[str, Any] | None]:
@@ -665,8 +677,12 @@ def prompt_logprobs(positions: PromptLogprobs) -> list[dict[str, Any] | None]:
         None
         if position is None
         else {
-            str(token): {"logprob": _finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
-            for token, each in position.items()
+            str(token): {
+                "logprob": _finite(logprob.logprob),
+                "rank": logprob.rank,
+                "decoded_token": logprob.decoded_token,
+            }
+            for token, logprob in position.items()
         }
         for position in positions
     ]
@@ -683,13 +699,12 @@ LIST = "<list>"
 """Tags of a union of a string and a list."""
 
 
-def by_type(*known: str, default: str | None = None) -> Discriminator:
-    """Return a discriminator: `<type>` for the known types, else OTHER. `default`: type of an object without one."""
+def by_type(*known_types: str) -> Discriminator:
+    """Return a discriminator: `<type>` for the known types, else OTHER."""
 
     def tag(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        kind = default if kind is None else kind
-        return f"<{kind}>" if kind in known else OTHER
+        return f"<{kind}>" if kind in known_types else OTHER
 
     return Discriminator(tag)
 
@@ -734,12 +749,8 @@ def refused(*harmless: Any) -> BeforeValidator:
     """Return Annotated metadata of an unsupported nested field that accepts null and `harmless` only."""
 
     def check(value: Any) -> Any:
-        if value is None or any(type(value) is type(each) and value == each for each in harmless):
+        if value is None or any(type(value) is type(ignorable) and value == ignorable for ignorable in harmless):
             return value
         raise PydanticCustomError("unsupported", "is not supported by this version of pagoda; leave it out")
 
     return BeforeValidator(check)
-
-
-Null = Annotated[Any, refused()]
-"""An unsupported nested field: null only."""

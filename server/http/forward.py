@@ -75,7 +75,7 @@ class Forwarder:
 
     def _is_stateful(self, path: str) -> bool:
         inside = path.removeprefix(self._prefix)
-        return any(each.startswith(STATEFUL) for each in (path, inside))
+        return any(candidate.startswith(STATEFUL) for candidate in (path, inside))
 
 
 def _is_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
@@ -91,7 +91,7 @@ async def _exchange(
     try:
         await asyncio.wait({upload, download}, return_when=asyncio.FIRST_COMPLETED)
         if not download.done() and not upload.cancelled() and upload.exception() is None:
-            return  # the client has disconnected
+            return  # The client has disconnected.
         await download
     finally:
         for task in (upload, download):
@@ -167,7 +167,7 @@ class _ParsedResponse:
             {
                 "type": "http.response.start",
                 "status": self._parser.get_status_code(),
-                "headers": [each for each in self._headers if each[0] not in _HOP_BY_HOP],
+                "headers": [header for header in self._headers if header[0] not in _HOP_BY_HOP],
             }
         )
 

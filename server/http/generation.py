@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from pagoda.common.beam_search import Beam, BeamSearch, BeamSearchParams
 from pagoda.common.config.groups.server import ServerConfig
-from pagoda.common.engine.sampling.extra_samplers import sampler_of
 from pagoda.common.errors import AbortedError, EngineDeadError, QueueFullError, RequestError, RequestTimeoutError
 from pagoda.common.observe.logs import shortened
 from pagoda.common.pooling_params import PoolingParams
@@ -32,6 +31,7 @@ from pagoda.server.processing.beams import BeamText, candidates_of, check_engine
 from pagoda.server.processing.inputs import Prompt, PromptType, RequestOrigin
 from pagoda.server.processing.output_processor import RequestStream
 from pagoda.server.processing.pooling_rules import resolve_task
+from pagoda.server.settings.extra_samplers import sampler_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ class RequestLog:
 
     def log_abort(self, request_id: str, reason: str) -> None:
         """Log the partial outputs of a request that ended early."""
-        for each, index in list(self._texts):
-            if each == request_id:
+        for answer, index in list(self._texts):
+            if answer == request_id:
                 self._log_whole(request_id, index, reason)
 
     def _log_whole(self, request_id: str, index: int, reason: str) -> None:
@@ -106,8 +106,17 @@ def _shown_prompt(prompt: PromptType, limit: int | None) -> str:
         case str():
             return f"prompt {shortened(prompt, limit)!r}"
         case Mapping():
-            known = {"prompt": "", "prompt_token_ids": "", "encoder_prompt": "encoder ", "decoder_prompt": "decoder "}
-            parts = [known[name] + _shown_prompt(prompt[name], limit) for name in known if prompt.get(name) is not None]
+            field_prefixes = {
+                "prompt": "",
+                "prompt_token_ids": "",
+                "encoder_prompt": "encoder ",
+                "decoder_prompt": "decoder ",
+            }
+            parts = [
+                field_prefixes[name] + _shown_prompt(prompt[name], limit)
+                for name in field_prefixes
+                if prompt.get(name) is not None
+            ]
             return ", ".join(parts) or ", ".join(prompt)
         case _:
             return _shown_ids(prompt, limit)
@@ -140,10 +149,10 @@ class PromptBatch:
         self._user = user
         self._stem = f"{request_id}-{secrets.token_hex(4)}"
         self._origin = RequestOrigin(OWNER.get().hex()[:_OWNER_DIGITS], self._stem)
-        self._unfinished: list[str] = []  # ids in the engine
+        self._unfinished: list[str] = []  # Ids of the unfinished requests in the engine.
         began = asyncio.get_running_loop().time() if began is None else began
         seconds = state.config.request_timeout
-        self._deadline = began + seconds if seconds else None  # None: unlimited
+        self._deadline = began + seconds if seconds else None  # None: the time is unlimited.
         logs = self._llm.config.observability.enable_log_requests
         self._log = RequestLog(state.config, params, enabled=logs) if logs else None
 
@@ -164,7 +173,7 @@ class PromptBatch:
             reason = "abort"
             raise
         except (RequestError, QueueFullError):
-            reason = None  # refused: it never ran
+            reason = None  # The request was refused: it never ran.
             raise
         finally:
             self._state.running -= 1
@@ -280,7 +289,8 @@ class Generation(PromptBatch):
         if self._log is not None:
             for engine_id, prompt in zip(self._ids, self._prompts):
                 self._log.log_prompt(engine_id, prompt, self._user)
-        self._llm.check_load(Load(self._sequences), self._origin.owner)  # of all prompts, before the first one runs
+        # The load is that of all prompts, before the first one runs.
+        self._llm.check_load(Load(self._sequences), self._origin.owner)
         streams = []
         for engine_id, prompt in zip(self._ids, self._prompts):
             # Let other tasks run between thousands of prompts. Also, requests that arrived together are all read before
@@ -419,7 +429,9 @@ class BeamGeneration:
         first = await self._step(self._prompts)
         ids = [output.prompt_token_ids or [] for output in first]
         llm = self._state.llm()
-        searches = [BeamSearch(self._params, llm.end_token_ids, llm.max_model_len - len(each)) for each in ids]
+        searches = [
+            BeamSearch(self._params, llm.end_token_ids, llm.max_model_len - len(prompt_ids)) for prompt_ids in ids
+        ]
         for search, output in zip(searches, first):
             search.take([candidates_of(output)])
         while any(not search.finished for search in searches):

@@ -24,9 +24,9 @@ _ALL = b"a"
 class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one API server process knows of itself."""
 
-    running: int = 0  # requests in the engine
-    prompted: float = 0.0  # prompt tokens since start
-    generated: float = 0.0  # generated tokens since start
+    running: int = 0  # Number of requests in the engine.
+    prompted: float = 0.0  # Number of prompt tokens since the start.
+    generated: float = 0.0  # Number of generated tokens since the start.
     metrics: list[FamilySnapshot] = []
 
 
@@ -78,8 +78,8 @@ class ApiPeers:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            asked = await reader.read(1)
-            writer.write(msgspec.msgpack.encode(self._report(asked == _ALL)))
+            question = await reader.read(1)
+            writer.write(msgspec.msgpack.encode(self._report(question == _ALL)))
             await writer.drain()
         except OSError:
             pass

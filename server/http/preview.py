@@ -23,8 +23,8 @@ class PreviewOptions:
     stream_options: Mapping[str, Any] | None = None
     cache_salt: str | None = None
     priority: int = 0
-    offsets: bool = False  # report each token's position in the text
-    special_tokens: bool  # the prompt was tokenised with the tokenizer's special tokens
+    offsets: bool = False  # Report each token's position in the text.
+    special_tokens: bool  # The prompt was tokenised with the tokenizer's special tokens.
 
 
 async def preview(

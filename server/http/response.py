@@ -107,7 +107,7 @@ class Usage:
     __slots__ = ("_cached", "_completion", "_details", "_prompt", "_reasoning")
 
     def __init__(self, *, details: bool) -> None:
-        self._details = details  # report cached prompt tokens
+        self._details = details  # Report cached prompt tokens.
         self._prompt: dict[int, int] = {}
         self._cached: dict[int, int] = {}
         self._completion = 0
@@ -177,8 +177,8 @@ class TextEvent:
 class CompletionBuilder(ResponseBuilder):
     """Base of the builders of chat and text completions."""
 
-    whole_object: ClassVar[str]  # `object` of a whole response
-    chunk_object: ClassVar[str]  # `object` of a stream chunk
+    whole_object: ClassVar[str]  # Value of `object` in a whole response.
+    chunk_object: ClassVar[str]  # Value of `object` in a chunk of a stream.
 
     def __init__(
         self, request: SamplingFields, response_id: str, model: str, config: ServerConfig, tokenizer: Tokenizer | None
@@ -191,7 +191,7 @@ class CompletionBuilder(ResponseBuilder):
         as_ids = request.return_tokens_as_token_ids
         self._as_ids = config.return_tokens_as_token_ids if as_ids is None else as_ids
         self._tokenizer = tokenizer
-        options = request.stream_options or None  # of batches, which are not streamed, at most {}
+        options = request.stream_options or None  # Of batches, which are not streamed, it is at most {}.
         self._reports_usage = config.enable_force_include_usage or bool(options is not None and options.include_usage)
         self._reports_running_usage = config.enable_force_include_usage or (
             self._reports_usage and options is not None and bool(options.continuous_usage_stats)
@@ -239,7 +239,7 @@ class BestOf:
     def __init__(self, builder: ResponseBuilder, n: int, usage: Usage) -> None:
         self._builder = builder
         self._n = n
-        self._usage = usage  # counts the dropped choices, too
+        self._usage = usage  # It counts the dropped choices, too.
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterable[dict[str, Any]]:
         """Raise: the best are only known at the end."""
@@ -253,8 +253,8 @@ class BestOf:
         ranked = sorted(output.outputs, key=_negative_logprob)
         kept = ranked[: self._n]
         dropped = ranked[self._n :]
-        self._usage.count_dropped(sum(len(each.token_ids) for each in dropped))
-        outputs = [replace(each, index=index) for index, each in enumerate(kept)]
+        self._usage.count_dropped(sum(len(output.token_ids) for output in dropped))
+        outputs = [replace(output, index=index) for index, output in enumerate(kept)]
         self._builder.add(prompt_index, replace(output, outputs=outputs))
 
     def whole(self) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def id_header(request_id: str) -> dict[str, str]:
 
 # Engine load for load balancers: Open Request Cost Aggregation (ORCA), as in vLLM.
 
-LOAD_FORMAT_HEADER: Final = "endpoint-load-metrics-format"  # request header: TEXT or JSON
+LOAD_FORMAT_HEADER: Final = "endpoint-load-metrics-format"  # A request header: TEXT or JSON.
 LOAD_HEADER: Final = "endpoint-load-metrics"
 
 
@@ -303,7 +303,7 @@ def load_report(form: str | None, stats: EngineStats) -> dict[str, str]:
 # Server-sent events.
 
 DONE: Final = b"data: [DONE]\n\n"
-KEEP_ALIVE: Final = b": keep-alive\n\n"  # a comment: ignored by clients, keeps proxies from timing out
+KEEP_ALIVE: Final = b": keep-alive\n\n"  # A comment: clients ignore it, and it keeps proxies from timing out.
 
 
 def event(payload: Any) -> bytes:
@@ -332,13 +332,13 @@ class EventStyle:
     """How an API encodes its streams."""
 
     event: Callable[[Any], bytes] = event
-    failure: Callable[[BaseException], bytes] = error_event  # end of a failed stream
-    done: bytes = DONE  # end of a complete stream
-    lost: bytes = error_event(LOST)  # end of a stream whose process is killed: another process sends it
+    failure: Callable[[BaseException], bytes] = error_event  # End of a failed stream.
+    done: bytes = DONE  # End of a complete stream.
+    lost: bytes = error_event(LOST)  # End of a stream whose process is killed: another process sends it.
     keep_alive: bytes = KEEP_ALIVE
 
 
-COMPLETION_STYLE: Final = EventStyle()  # unnamed events, then [DONE]
+COMPLETION_STYLE: Final = EventStyle()  # Unnamed events, then [DONE].
 
 
 async def respond(
@@ -359,9 +359,9 @@ async def respond(
     if config.enable_request_id_headers:
         headers |= id_header(source.request_id)
     if not stream:
-        whole = await cancel_on_disconnect(request.receive, state.stopping, _whole(source, builder))
+        content = await cancel_on_disconnect(request.receive, state.stopping, _whole(source, builder))
         headers |= load_report(request.headers.get(LOAD_FORMAT_HEADER), state.engine.stats)
-        return Response(whole, headers=headers, media_type=JSON)
+        return Response(content, headers=headers, media_type=JSON)
     pause = config.sse_keep_alive_interval
     log_errors = config.log_error_stack
     events = _events(source, builder, style, pause=pause, log_errors=log_errors)
@@ -423,7 +423,8 @@ async def _events(
                 elif item[1].prompt_logprobs is None:
                     data = b"".join(map(style.event, builder.chunks(*item)))
                 else:
-                    data = await _encoded(builder, style, *item)
+                    prompt_index, output = item
+                    data = await _encoded(builder, style, prompt_index, output)
                 if data:
                     started = True
                     yield data
@@ -457,8 +458,8 @@ async def with_pauses(items: AsyncGenerator[T, None], seconds: float) -> AsyncGe
         try:
             while True:
                 pending = pending or asyncio.ensure_future(anext(items))
-                done, _ = await asyncio.wait({pending}, timeout=seconds)
-                if not done:
+                finished, _ = await asyncio.wait({pending}, timeout=seconds)
+                if not finished:
                     yield None
                     continue
                 item = pending.result()
@@ -484,7 +485,7 @@ async def cancel_on_disconnect(receive: Receive, stopping: StopSignal, work: Awa
     causes: list[Exception] = []
 
     def cancel_with(error: Exception) -> None:
-        if not causes:  # only once, so that the clean-up of `work` is not cancelled too
+        if not causes:  # This happens once, so that the clean-up of `work` is not cancelled too.
             causes.append(error)
             task.cancel()
 
@@ -495,7 +496,7 @@ async def cancel_on_disconnect(receive: Receive, stopping: StopSignal, work: Awa
             return await task
     except asyncio.CancelledError:
         caller = asyncio.current_task()
-        if not causes or (caller is not None and caller.cancelling()):  # cancelled from outside
+        if not causes or (caller is not None and caller.cancelling()):  # The task was cancelled from outside.
             raise
         raise causes[0] from None
     finally:
@@ -516,7 +517,7 @@ class DisconnectMiddleware:
             return
         task = asyncio.current_task()
         assert task is not None
-        watch: asyncio.Future[None] | None = None  # of the connection, once the body has been read
+        watch: asyncio.Future[None] | None = None  # It watches the connection, once the body has been read.
         is_preparing = True
         is_cancelled = False
 
@@ -544,7 +545,7 @@ class DisconnectMiddleware:
         try:
             await self._app(scope, receive_body, send_response)
         except asyncio.CancelledError:
-            if not is_cancelled or task.uncancel():  # cancelled from outside
+            if not is_cancelled or task.uncancel():  # The task was cancelled from outside.
                 raise
             await Response(status_code=CLIENT_DISCONNECTED)(scope, receive, send)
         finally:
@@ -662,7 +663,7 @@ class ApiKeyMiddleware:
     def _match(self, key: str) -> bytes | None:
         """Return the key's digest if it is valid. Compares with all keys, each in constant time."""
         digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        matches = [hmac.compare_digest(digest, each) for each in self._digests]
+        matches = [hmac.compare_digest(digest, known_digest) for known_digest in self._digests]
         return digest if any(matches) else None
 
 
@@ -676,13 +677,13 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")[:MAX_ID_LENGTH]
+        request_id = Headers(scope=scope).get(REQUEST_ID_HEADER, "")[:MAX_ID_LENGTH]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                if given:
-                    headers.update(id_header(given))
+                if request_id:
+                    headers.update(id_header(request_id))
                 else:
                     headers.setdefault(REQUEST_ID_HEADER, uuid.uuid4().hex)
             await send(message)
@@ -704,7 +705,7 @@ _UNQUOTED: Final = "[]=.-_/:+@"
 
 def header_value(ignored: Iterable[Ignored]) -> str:
     """Return the distinct names of ignored parts as printable ASCII: `client_metadata, input[].phase, +3 more`."""
-    names = list(dict.fromkeys(quote(each.name[:_MAX_NAME], safe=_UNQUOTED, errors="replace") for each in ignored))
+    names = list(dict.fromkeys(quote(field.name[:_MAX_NAME], safe=_UNQUOTED, errors="replace") for field in ignored))
     shown: list[str] = []
     left = MAX_HEADER_BYTES
     for name in names[:MAX_HEADER_NAMES]:
@@ -781,7 +782,7 @@ class IgnoredPartsMiddleware:
                 value = header_value(ignored)
                 MutableHeaders(scope=message)[IGNORED_HEADER] = value
                 logger.debug("%s %s: ignored %s", scope["method"], quote(scope["path"]), value)
-                self._metrics.on_ignored(each.kind for each in ignored)
+                self._metrics.on_ignored(field.kind for field in ignored)
             await send(message)
 
         await self._app(scope, receive, send_with_header)

@@ -93,7 +93,7 @@ class RootPath:
 
     def _without_prefix(self, path: str) -> str:
         stripped = path.removeprefix(self._prefix)
-        if stripped == path or any(own.match(path) for own in self._own_paths):
+        if stripped == path or any(own_path.match(path) for own_path in self._own_paths):
             return path
         return stripped if stripped.startswith("/") else path if stripped else "/"
 
@@ -103,8 +103,8 @@ def _paths(app: FastAPI) -> Iterator[str]:
     for route in app.routes:
         inner: Any = getattr(route, "effective_route_contexts", None)
         routes: Iterable[Any] = (route,) if inner is None else inner()
-        for each in routes:
-            yield each.path
+        for inner_route in routes:
+            yield inner_route.path
 
 
 class HttpServer(uvicorn.Server):
@@ -128,8 +128,8 @@ class HttpServer(uvicorn.Server):
         self._lifespan = lifespan
         self._connections = Connections()
         self._acceptors: list[Acceptor] = []
-        self.private: socket.socket | None = None  # without TLS, whatever the others have
-        self.num_cut = 0  # requests whose response was not complete when the server stopped
+        self.private: socket.socket | None = None  # It has no TLS, whatever the others have.
+        self.num_cut = 0  # Number of requests whose response was not complete when the server stopped.
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -150,14 +150,14 @@ class HttpServer(uvicorn.Server):
             (_ACCESS_LOG, _SilentPaths(self._config.disable_access_log_for_endpoints, self._config.prefix)),
             (_ERROR_LOG, _LimitedWarnings()),
         ]
-        for name, each in filters:
-            logging.getLogger(name).addFilter(each)
+        for name, log_filter in filters:
+            logging.getLogger(name).addFilter(log_filter)
         try:
             async with self._lifespan():
                 await super().serve(sockets)
         finally:
-            for name, each in filters:
-                logging.getLogger(name).removeFilter(each)
+            for name, log_filter in filters:
+                logging.getLogger(name).removeFilter(log_filter)
             if reloading is not None:
                 reloading.cancel()
 
@@ -170,7 +170,7 @@ class HttpServer(uvicorn.Server):
             self._connections,
             config=self.config,
             server_state=self.server_state,
-            app_state={},  # each request copies it
+            app_state={},  # Each request copies it.
         )
         self._acceptors = [
             Acceptor(
@@ -289,17 +289,17 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     certificate = config.ssl_certfile
     key = config.ssl_keyfile
-    assert certificate is not None, "checked by ServerConfig"
-    assert key is not None, "checked by ServerConfig"
+    if certificate is None or key is None:
+        raise ConfigError("--ssl-certfile", "TLS needs both --ssl-keyfile and --ssl-certfile")
 
-    def refuse_password() -> NoReturn:  # without it OpenSSL asks for one on the terminal
+    def refuse_password() -> NoReturn:  # Without it OpenSSL asks for a password on the terminal.
         raise ConfigError("--ssl-keyfile", f"{key} is encrypted; remove its pass phrase: openssl pkey -in KEY -out NEW")
 
     for flag, path in (("--ssl-keyfile", key), ("--ssl-certfile", certificate)):
         _check_readable(flag, path)
     try:
         context.load_cert_chain(certificate, key, password=refuse_password)
-    except OSError as error:  # includes ssl.SSLError
+    except OSError as error:  # This includes ssl.SSLError.
         raise ConfigError("--ssl-certfile", f"{certificate} and {key}: {_os_message(error)}") from None
     if config.ssl_ca_certs is not None:
         _check_readable("--ssl-ca-certs", config.ssl_ca_certs)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from fastapi import Request
 
@@ -30,6 +30,7 @@ from pagoda.server.core_client.client import QueueLimits
 from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.http.adapters import ServedAdapters
 from pagoda.server.http.answer_formats import AnswerFormats, answer_formats
+from pagoda.server.http.body import BodyT, read_body
 from pagoda.server.http.errors import ModelNotFoundError, UnavailableError
 from pagoda.server.http.peers import ApiPeers, PeerReport
 from pagoda.server.http.stores.conversations import ConversationStore
@@ -63,7 +64,7 @@ class StopSignal:
     def __init__(self) -> None:
         self._is_set = False
         self._callbacks: set[Callable[[], None]] = set()
-        self.num_called = 0  # callbacks: what the signal ended
+        self.num_called = 0  # Number of callbacks that were called: what the signal ended.
 
     def set(self) -> None:
         self._is_set = True
@@ -101,10 +102,10 @@ class ServerState:
         self.conversations = ConversationStore(config.max_stored_responses, config.max_stored_response_bytes)
         self.draining = False
         self.stopping = StopSignal()
-        self.running = 0  # HTTP requests in the engine
+        self.running = 0  # Number of HTTP requests in the engine.
         self._llm = llm
         self.adapters = ServedAdapters(llm, config.lora_modules)
-        self.peers: ApiPeers | None = None  # with several API server processes
+        self.peers: ApiPeers | None = None  # It exists with several API server processes.
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -129,7 +130,7 @@ class ServerState:
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the model's tokenizer; None with --skip-tokenizer-init."""
-        return None if self._llm.config.model.skip_tokenizer_init else self._llm.text
+        return None if self._llm.config.model.skip_tokenizer_init else self._llm.text_or_none
 
     @cached_property
     def formats(self) -> AnswerFormats:
@@ -154,7 +155,7 @@ class ServerState:
         if not requested:
             return self.names[0]
         if not self.serves(requested):
-            served = [*self.names, *(each.adapter.name for each in self.adapters.served[:_SHOWN_ADAPTERS])]
+            served = [*self.names, *(adapter.adapter.name for adapter in self.adapters.served[:_SHOWN_ADAPTERS])]
             raise ModelNotFoundError(
                 f"the model {requested[:200]!r} does not exist; served models: {', '.join(served)}"
             )
@@ -380,17 +381,21 @@ class ToModel(Protocol):
         ...
 
 
-async def model_of(state: ServerState, body: ToModel) -> str:
-    """Check the body and return the model name. Raise ModelNotFoundError, UnavailableError or RequestError.
+async def read_for_model(request: Request, body_type: type[BodyT]) -> tuple[ServerState, BodyT, str]:
+    """Return the server's state, the checked body of a request to a model, and the model's name.
 
-    An unknown name may be a LoRA adapter's, which a resolver finds.
+    An unknown name may be a LoRA adapter's, which a resolver finds. Raise ModelNotFoundError, UnavailableError, or as
+    `read_body` does.
     """
-    if body.model and not state.serves(body.model) and state.engine.is_running:
-        await state.adapters.resolve(body.model)
-    model = state.model_name(body.model)
+    state = server_of(request)
+    body = await read_body(request, body_type, state.config)
+    addressed = cast(ToModel, body)
+    if addressed.model and not state.serves(addressed.model) and state.engine.is_running:
+        await state.adapters.resolve(addressed.model)
+    model = state.model_name(addressed.model)
     state.llm()
-    body.check()
-    return model
+    addressed.check()
+    return state, body, model
 
 
 def request_id_of(request: Request, body: Identified, prefix: str) -> str:

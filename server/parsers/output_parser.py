@@ -50,11 +50,11 @@ class OutputParser:
 
     def __init__(
         self,
-        stages: Sequence[Parser] = (),  # each parses the content that the previous one emits
+        stages: Sequence[Parser] = (),  # Each parses the content that the previous one emits.
         *,
-        hidden: DelimiterSet | None = None,  # special tokens to strip from content and reasoning
-        parallel_calls: bool = True,  # False: drop calls after the first
-        count: Callable[[str], int] | None = None,  # counts tokens, for `reasoning_tokens`
+        hidden: DelimiterSet | None = None,  # Special tokens to strip from content and reasoning.
+        parallel_calls: bool = True,  # False: calls after the first are dropped.
+        count: Callable[[str], int] | None = None,  # Counts tokens, for `reasoning_tokens`.
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
         self._stages = tuple(stages)
@@ -64,7 +64,7 @@ class OutputParser:
         self._kind: type[Content] | type[Reasoning] = Content
         self._stripper = DelimiterStripper(hidden) if hidden is not None else None
         self._reasoning: list[str] = []
-        self.calls = 0  # tool calls so far
+        self.calls = 0  # Number of tool calls so far.
 
     def feed(self, text: str, token_ids: Sequence[int] | None = None) -> list[Event]:
         """Parse the next piece of text. Every ToolCall returned has an id.
@@ -146,7 +146,7 @@ class ParsedDelta:
     """Events parsed from a piece of the output."""
 
     events: list[Event]
-    logprobs: list[LogprobsOnePosition] = field(default_factory=list)  # of the tokens of its content
+    logprobs: list[LogprobsOnePosition] = field(default_factory=list)  # Log-probabilities of the tokens of its content.
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +164,16 @@ class DeltaParser:
     def __init__(
         self,
         parser: OutputReader,
-        tokenizer: Tokenizer | None,  # None: no logprobs, feed the text as it comes
+        tokenizer: Tokenizer | None,  # None: there are no logprobs, and the text is fed as it comes.
         *,
-        skip_special_tokens: bool,  # as in the SamplingParams of the output
+        skip_special_tokens: bool,  # The value in the SamplingParams of the output.
     ) -> None:
         self._parser = parser
         self._tokenizer = tokenizer
         self._skipped_ids = tokenizer.special_ids if tokenizer is not None and skip_special_tokens else frozenset()
         self._unread = b""
-        self._awaiting_text: deque[_Token] = deque()  # tokens whose text has not arrived yet
-        self._awaiting_events: list[_Token] = []  # tokens that were parsed but not attributed to an event yet
+        self._awaiting_text: deque[_Token] = deque()  # Tokens whose text has not arrived yet.
+        self._awaiting_events: list[_Token] = []  # Tokens that were parsed but not attributed to an event yet.
 
     @property
     def reasoning_tokens(self) -> int:
@@ -201,7 +201,7 @@ class DeltaParser:
                 break
             group += 1
             if end < len(unread) and unread[end] & 0xC0 == 0x80:
-                continue  # inside a UTF-8 character
+                continue  # The token ends inside a UTF-8 character.
             self._awaiting_events += [self._awaiting_text.popleft() for _ in range(group)]
             group = 0
             if end > start:

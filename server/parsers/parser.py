@@ -29,9 +29,9 @@ class Reasoning:
 class ToolCall:
     """Start of a tool call; its arguments follow as Arguments events."""
 
-    index: int  # number of the call in this output, from 0
+    index: int  # Number of the call in this output, from 0.
     name: str
-    id: str | None = None  # set if the format writes call ids
+    id: str | None = None  # It is set if the format writes call ids.
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,8 @@ class Tool:
     """A function offered to the model."""
 
     name: str
-    parameters: Mapping[str, Any] = field(default_factory=dict)  # JSON schema
-    strict: bool = False  # constrain the arguments to the schema
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # JSON schema.
+    strict: bool = False  # The arguments are constrained to the schema.
 
 
 class ToolFormat(Protocol):
@@ -181,8 +181,8 @@ class Bracket:
 
     begin: str
     end: str
-    inner: tuple[str, ...] = ()  # markup inside the call, which a free-text grammar must allow
-    call: Mapping[str, Any] | None = None  # JSON schema of the single call in between; None: any text
+    inner: tuple[str, ...] = ()  # Markup inside the call, which a free-text grammar must allow.
+    call: Mapping[str, Any] | None = None  # JSON schema of the single call in between; None: any text.
 
 
 @runtime_checkable
@@ -204,7 +204,7 @@ class OutputBlock:
     """One block under construction."""
 
     kind: BlockKind
-    name: str = ""  # of the function, for calls
+    name: str = ""  # Name of the function, for calls.
     call_id: str | None = None
     parts: list[str] = field(default_factory=list)
 
@@ -248,7 +248,7 @@ class BlockBuilder:
         self._open: OutputBlock | None = None
         self._has_blocks = False
         self._blank_kind: BlockKind = "text"
-        self._blank: list[str] = []  # leading white space of a possible block of that kind
+        self._blank: list[str] = []  # Leading white space of a possible block of that kind.
 
     def feed(self, events: Iterable[Event]) -> Iterator[BlockEvent]:
         """Yield the block events of parser events."""
@@ -310,11 +310,11 @@ class DelimiterSet:
     __slots__ = ("_first_chars", "_longest", "_pattern", "_prefixes")
 
     def __init__(self, texts: Iterable[str]) -> None:
-        known = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
-        self._pattern = re.compile("|".join(map(re.escape, known)) if known else r"(?!)")
-        self._prefixes = frozenset(text[:end] for text in known for end in range(1, len(text)))
-        self._first_chars = "".join(sorted({text[0] for text in known}))
-        self._longest = max(map(len, known), default=0)
+        ordered = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
+        self._pattern = re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
+        self._prefixes = frozenset(text[:end] for text in ordered for end in range(1, len(text)))
+        self._first_chars = "".join(sorted({text[0] for text in ordered}))
+        self._longest = max(map(len, ordered), default=0)
 
     def split(self, text: str, *, final: bool = False) -> tuple[str, str, str]:
         """Return (text before the first delimiter, the delimiter or "", remainder).

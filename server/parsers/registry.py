@@ -15,7 +15,7 @@ from pagoda.common.config.groups.server import ServerConfig
 from pagoda.common.errors import ConfigError
 from pagoda.server.parsers.parser import ReasoningFormat, ToolFormat
 
-if TYPE_CHECKING:  # the help of `serve` lists the formats, and tokenizers take time to import
+if TYPE_CHECKING:  # The help of `serve` lists the formats, and tokenizers take time to import.
     from pagoda.common.text.tokenizer import Tokenizer
 
 AUTO: Final = "auto"
@@ -152,11 +152,11 @@ def check_format_is_named(engine: EngineConfig) -> None:
 class _FormatKind:
     flag: str
     plugin_flag: str
-    package: str  # of the built-in formats
+    package: str  # Package of the built-in formats.
     builtin: dict[str, tuple[str, str]]
-    table: str  # name of a plugin's dict
-    group: str  # entry point group
-    attributes: tuple[str, ...]  # required of plugin formats
+    table: str  # Name of a plugin's dict.
+    group: str  # Name of the entry point group.
+    attributes: tuple[str, ...]  # Attributes that plugin formats must have.
 
 
 _TOOL: Final = _FormatKind(
@@ -211,10 +211,10 @@ def _resolve(kind: _FormatKind, name: str, plugin: str) -> Any:
     if added is None:
         problem = f"defines no dictionary {kind.table}, nor registers a parser {name!r} as vLLM's plugins do"
         raise ConfigError(kind.plugin_flag, f"{plugin} {problem}")
-    known = sorted({*added, *kind.builtin, *installed})
-    closest = [_CLOSEST[name]] if name in _CLOSEST else get_close_matches(name, known, 1)
-    hint = f"; the closest is {closest[0]}" if closest and closest[0] in known else ""
-    raise ConfigError(kind.flag, f"unknown format {name!r}; use one of {', '.join(known)}{hint}")
+    names = sorted({*added, *kind.builtin, *installed})
+    closest = [_CLOSEST[name]] if name in _CLOSEST else get_close_matches(name, names, 1)
+    hint = f"; the closest is {closest[0]}" if closest and closest[0] in names else ""
+    raise ConfigError(kind.flag, f"unknown format {name!r}; use one of {', '.join(names)}{hint}")
 
 
 def _builtin(kind: _FormatKind, name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Final
+from typing import Final, overload
 
 from pagoda.common.config.groups.model import LoRAConfig
 from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter, AdapterRequest
@@ -18,7 +18,7 @@ class ServedAdapter:
     """An adapter that is served as a model of its own name."""
 
     adapter: Adapter
-    parent: str  # name of the base model
+    parent: str  # Name of the base model.
 
 
 class AdapterRegistry:
@@ -36,6 +36,12 @@ class AdapterRegistry:
         if not self._enabled:
             raise RequestError(LORA_FIELD, "the engine has no LoRA adapters; start it with --enable-lora")
 
+    @overload
+    def adapter(self, request: AdapterRequest) -> Adapter: ...
+
+    @overload
+    def adapter(self, request: AdapterRequest | None) -> Adapter | None: ...
+
     def adapter(self, request: AdapterRequest | None) -> Adapter | None:
         """Return the adapter that a caller of the Python API gives. Raises RequestError for something else."""
         if request is None:
@@ -52,16 +58,15 @@ class AdapterRegistry:
     def reload(self, request: AdapterRequest) -> Adapter:
         """Return the adapter in a new version, so that its files are read again for requests from now on."""
         adapter = self.adapter(request)
-        assert adapter is not None
         version = next(self._new_versions)
         self._versions[adapter.number, adapter.name, adapter.path] = version
         return replace(adapter, version=version)
 
     def add(self, adapter: Adapter) -> bool:
         """Note an adapter as loaded. False if its number was."""
-        known = adapter.number in self._added
+        is_added = adapter.number in self._added
         self._added[adapter.number] = adapter
-        return not known
+        return not is_added
 
     def remove(self, number: int) -> bool:
         """Forget a loaded adapter. False if there is none of that number."""
@@ -100,7 +105,7 @@ class AdapterRegistry:
         self.add(adapter)
 
     def withdraw(self, name: str) -> Adapter | None:
-        """Serve the adapter no longer; return it, None if there is none of that name."""
+        """Stop serving the adapter and return it; None if no adapter has that name."""
         served = self._served.pop(name, None)
         if served is not None:
             self.remove(served.adapter.number)

@@ -33,7 +33,7 @@ def step_params(params: BeamSearchParams) -> SamplingParams:
 def candidates_of(output: RequestOutput) -> dict[int, float]:
     """Return the logprobs of the best next tokens of one beam."""
     (position,) = output.outputs[0].logprobs or ({},)
-    return {token: each.logprob for token, each in position.items()}
+    return {token: logprob.logprob for token, logprob in position.items()}
 
 
 def check_engine(config: ModelConfig, params: BeamSearchParams, info: EngineInfo) -> None:
@@ -131,14 +131,14 @@ def search_beams(
     """Search all prompts (token ids) in lockstep, so that each batch has the live beams of all of them."""
     searches = [BeamSearch(params, ends, max_model_len - len(prompt)) for prompt in prompts]
     sampling = step_params(params)
-    while live := [index for index, each in enumerate(searches) if not each.finished]:
+    while live := [index for index, search in enumerate(searches) if not search.finished]:
         beams = [(index, beam) for index in live for beam in searches[index].live]
         outputs = generate([{"prompt_token_ids": [*prompts[i], *beam.token_ids]} for i, beam in beams], sampling)
         for index in live:
             searches[index].take([candidates_of(out) for out, (owner, _) in zip(outputs, beams) if owner == index])
     return [
-        BeamSearchOutput([_sequence(prompt, beam, params, tokenizer) for beam in each.best()])
-        for prompt, each in zip(prompts, searches)
+        BeamSearchOutput([_sequence(prompt, beam, params, tokenizer) for beam in search.best()])
+        for prompt, search in zip(prompts, searches)
     ]
 
 

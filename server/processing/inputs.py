@@ -19,7 +19,6 @@ from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
 from pagoda.common.engine.messages import EngineRequest, pooling_request
-from pagoda.common.engine.sampling.extra_samplers import sampler_of
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.steps.contract import EMBEDDED
 from pagoda.common.engine.structured_output.grammar import (
@@ -48,6 +47,7 @@ from pagoda.server.processing.pooling_rules import pooling_rules
 from pagoda.server.processing.prompt_embeds import FIELD as EMBEDS
 from pagoda.server.processing.prompt_embeds import PromptEmbeds, from_array
 from pagoda.server.processing.workers.worker import TemplateRenderer
+from pagoda.server.settings.extra_samplers import sampler_of
 from pagoda.server.settings.plugins import param_checks, read_arguments
 
 logger = logging.getLogger(__name__)
@@ -78,17 +78,17 @@ class TextOptions:
     """How text becomes tokens."""
 
     add_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None  # tokens to keep; -1: as many as the model takes, None: all
-    truncation_side: Side | None = None  # side that is cut off; None: right
+    truncate_prompt_tokens: int | None = None  # Number of tokens to keep; -1: as many as the model takes, None: all.
+    truncation_side: Side | None = None  # The side that is cut off; None: right.
 
     @classmethod
     def of(cls, values: Mapping[str, Any] | None) -> TextOptions:
         """Build options from `tokenization_kwargs`. Raises RequestError naming the field."""
-        known = {field.name for field in fields(cls)}
+        known_keys = {field.name for field in fields(cls)}
         for name in values or ():
-            if name not in known:
+            if name not in known_keys:
                 raise RequestError(
-                    "tokenization_kwargs", f"unknown option {str(name)[:40]!r}; use {', '.join(sorted(known))}"
+                    "tokenization_kwargs", f"unknown option {str(name)[:40]!r}; use {', '.join(sorted(known_keys))}"
                 )
         options = cls(**(values or {}))
         keep = options.truncate_prompt_tokens
@@ -124,8 +124,8 @@ class TextOptions:
 class RequestOrigin:
     """The caller's request that a prompt is of."""
 
-    owner: str = ""  # a digest of the API key that sent it; "": the server has no keys
-    group: str = ""  # the same for all its prompts; "": it has one
+    owner: str = ""  # A digest of the API key that sent it; "": the server has no keys.
+    group: str = ""  # Id that all its prompts share; "": it has one prompt.
     prompts: int = 1
 
 
@@ -139,7 +139,7 @@ PLAIN: Final = TextOptions()
 class EncoderPrompt:
     """What the encoder of an encoder-decoder model reads."""
 
-    text: str | None  # None if the caller gave token ids only
+    text: str | None  # None if the caller gave token ids only.
     token_ids: list[int]
 
 
@@ -147,13 +147,13 @@ class EncoderPrompt:
 class Prompt:
     """A tokenised prompt; with `encoder`, what the decoder starts from."""
 
-    text: str | None  # None if the caller gave token ids only, and for pooling
-    token_ids: list[int]  # zeros if `embeds` stand in place of tokens
+    text: str | None  # None if the caller gave token ids only, and for pooling.
+    token_ids: list[int]  # Zeros if `embeds` stand in place of tokens.
     cache_salt: str | None = None
     embeds: PromptEmbeds | None = None
-    second_text: int | None = None  # in a pair for pooling, first token of the second text (token type 1)
-    encoder: EncoderPrompt | None = None  # of an encoder-decoder model
-    literal: tuple[Span, ...] = ()  # where special tokens in `text` are ordinary text
+    second_text: int | None = None  # First token of the second text (token type 1) of a pair for pooling.
+    encoder: EncoderPrompt | None = None  # The prompt of an encoder-decoder model's encoder.
+    literal: tuple[Span, ...] = ()  # Spans of `text` in which special tokens are ordinary text.
 
     @property
     def known_ids(self) -> list[int]:
@@ -172,7 +172,7 @@ class PairTemplate:
     """A jinja template for pairs, which are messages of roles `query` and `document`."""
 
     source: str
-    keywords: Mapping[str, Any]  # further template variables
+    keywords: Mapping[str, Any]  # Further template variables.
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +183,10 @@ class PreparedRequest:
     prompt: Prompt
     params: SamplingParams | PoolingParams
     children: list[EngineRequest]
-    arrival_time: float  # Unix seconds
-    arrival: float  # monotonic seconds
-    lora_request: AdapterRequest | None = None  # as the caller of the Python API gave it, for outputs
-    trace_parent: Any = None  # an opentelemetry Context, with --otlp-traces-endpoint
+    arrival_time: float  # Unix seconds.
+    arrival: float  # Monotonic seconds.
+    lora_request: AdapterRequest | None = None  # As the caller of the Python API gave it, for outputs.
+    trace_parent: Any = None  # An opentelemetry Context, with --otlp-traces-endpoint.
 
     @property
     def load(self) -> Load:
@@ -241,13 +241,13 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._structured = structured
         self.read_reasoning_as(_reasoning_format(structured, info.answers, tokenizer))
-        self._max_output: int | None = info.sampling_defaults.get("max_tokens")  # cap of the generation config
+        self._max_output: int | None = info.sampling_defaults.get("max_tokens")  # The maximum of the generation config.
         self._max_logprobs = info.vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, info.vocab_size)
         self._read_arguments = read_arguments(config)
         self._named_unread = False
         self._param_checks = param_checks(config)
-        self._seeds = random.Random(config.seed)  # requests without a seed differ, runs repeat
-        self._reserved = 1 if info.pooling is None else 0  # positions of the context that the output needs
+        self._seeds = random.Random(config.seed)  # Requests without a seed differ, and runs repeat.
+        self._reserved = 1 if info.pooling is None else 0  # Positions of the context that the output needs.
         main = tokenizer.eos_token_id if tokenizer is not None else None
         if main is None and info.eos_token_ids:
             main = info.eos_token_ids[0]
@@ -363,10 +363,10 @@ class InputProcessor:
         both = EncoderPrompt(read.text, read.token_ids)
         if decoder is None:
             return replace(read, text=None, token_ids=list(encoder.decoder_start), encoder=both)
-        stated = self._parse(decoder, TextOptions(add_special_tokens=False), None, self._check_count)
+        decoder_prompt = self._parse(decoder, TextOptions(add_special_tokens=False), None, self._check_count)
         start = list(encoder.decoder_start[:1])
-        ids = stated.token_ids if stated.token_ids[:1] == start else start + stated.token_ids
-        return replace(read, text=stated.text, token_ids=ids, encoder=both)
+        ids = decoder_prompt.token_ids if decoder_prompt.token_ids[:1] == start else start + decoder_prompt.token_ids
+        return replace(read, text=decoder_prompt.text, token_ids=ids, encoder=both)
 
     def _parse(
         self, prompt: PromptType, options: TextOptions, keep: int | None, check: Callable[[int], None]
@@ -421,7 +421,7 @@ class InputProcessor:
     def _encoded(self, text: str, options: TextOptions, keep: int | None) -> Prompt:
         special = options.add_special_tokens
         side = options.truncation_side
-        if self._info.pooling is not None:  # special tokens survive truncation
+        if self._info.pooling is not None:  # Special tokens survive truncation.
             return Prompt(None, encode(self.tokenizer, text, special=special, keep=keep, side=side))
         return Prompt(text, _encode_cut(self.tokenizer, text, special, keep, side))
 
@@ -440,7 +440,7 @@ class InputProcessor:
     def _check_count(self, count: int) -> None:
         limit = self._info.limits.max_model_len
         longest = self._info.limits.max_model_len - self._reserved
-        if count > longest:  # clients recognise the first words and shorten the conversation
+        if count > longest:  # Clients recognise the first words and shorten the conversation.
             output = ", and the answer needs at least 1" if self._reserved else ""
             raise RequestError(
                 "prompt",
@@ -485,8 +485,8 @@ class InputProcessor:
 
     def unread(self, extra_args: Mapping[str, Any]) -> list[str]:
         """Return the entries of `extra_args` that no logits processor reads."""
-        known = self._read_arguments
-        return [] if known is None else [name for name in extra_args if name not in known]
+        read_arguments = self._read_arguments
+        return [] if read_arguments is None else [name for name in extra_args if name not in read_arguments]
 
     def _check_extra_args(self, extra_args: Mapping[str, Any]) -> None:
         unread = self.unread(extra_args)
@@ -561,7 +561,7 @@ def _token_prompt(
     field: str, ids: object, options: TextOptions, keep: int | None, check: Callable[[int], None]
 ) -> Prompt:
     if keep is None and isinstance(ids, list):
-        check(len(ids))  # before millions of them are checked
+        check(len(ids))  # This precedes the check of what may be millions of ids.
     token_ids = checked_token_ids(field, ids)
     return Prompt(None, token_ids if keep is None else cut(token_ids, keep, options.truncation_side))
 
@@ -689,13 +689,13 @@ def encode(tokenizer: Tokenizer, text: str, *, special: bool, keep: int | None, 
     """Return at most `keep` token ids of a text, special tokens included."""
     if keep is not None:
         text = tokenizer.pre_truncate(text, keep, side or "right")
-    whole = tokenizer.encode(text, special)
-    if keep is None or len(whole) <= keep:
-        return whole
-    inner = tokenizer.encode(text, False) if special else whole
-    start = _find(inner, whole, 0)
-    budget = _text_budget(keep, len(whole) - len(inner))
-    return whole[:start] + cut(inner, budget, side) + whole[start + len(inner) :]
+    ids = tokenizer.encode(text, special)
+    if keep is None or len(ids) <= keep:
+        return ids
+    inner = tokenizer.encode(text, False) if special else ids
+    start = _find(inner, ids, 0)
+    budget = _text_budget(keep, len(ids) - len(inner))
+    return ids[:start] + cut(inner, budget, side) + ids[start + len(inner) :]
 
 
 def encode_pair(
@@ -704,20 +704,20 @@ def encode_pair(
     """Return at most `keep` token ids of a pair, and where token type 1 begins. The longer text is cut first."""
     if keep is not None:
         first, second = (tokenizer.pre_truncate(text, keep, side or "right") for text in (first, second))
-    whole, type_one = tokenizer.encode_pair(first, second)
-    if keep is None or len(whole) <= keep:
-        return whole, type_one
+    ids, type_one = tokenizer.encode_pair(first, second)
+    if keep is None or len(ids) <= keep:
+        return ids, type_one
     one = tokenizer.encode(first, False)
     two = tokenizer.encode(second, False)
-    start = _find(one, whole, 0)
-    middle = _find(two, whole, start + len(one))
-    budget = _text_budget(keep, len(whole) - len(one) - len(two))
+    start = _find(one, ids, 0)
+    middle = _find(two, ids, start + len(one))
+    budget = _text_budget(keep, len(ids) - len(one) - len(two))
     keep_one, keep_two = _split_pair(len(one), len(two), budget)
-    before = whole[:start]
-    between = whole[start + len(one) : middle]
-    after = whole[middle + len(two) :]
-    ids = [*before, *cut(one, keep_one, side), *between, *cut(two, keep_two, side), *after]
-    return ids, None if type_one is None else type_one - (len(one) - keep_one)
+    before = ids[:start]
+    between = ids[start + len(one) : middle]
+    after = ids[middle + len(two) :]
+    shortened_ids = [*before, *cut(one, keep_one, side), *between, *cut(two, keep_two, side), *after]
+    return shortened_ids, None if type_one is None else type_one - (len(one) - keep_one)
 
 
 def shortened(tokenizer: Tokenizer, text: str, max_tokens: int) -> str:
@@ -750,10 +750,10 @@ def _text_budget(keep: int, special: int) -> int:
     return keep - special
 
 
-def _find(part: Sequence[int], whole: Sequence[int], start: int) -> int:
+def _find(part: Sequence[int], ids: Sequence[int], start: int) -> int:
     """Return the index of a text's own tokens among all."""
-    for index in range(start, len(whole) - len(part) + 1):
-        if list(whole[index : index + len(part)]) == list(part):
+    for index in range(start, len(ids) - len(part) + 1):
+        if list(ids[index : index + len(part)]) == list(part):
             return index
     raise RequestError("truncate_prompt_tokens", "this model's tokenizer cannot truncate texts; shorten the text")
 
@@ -817,31 +817,36 @@ class OutputConstraints:
             return None
         prompt = text if text is not None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
         is_open = self._format.thinks(prompt)
-        ends = self._sequences((*self._config.reasoning_end, *self._format.ends))
+        ends = _sequences(self._tokenizer, (*self._config.reasoning_end, *self._format.ends))
         if not ends or not (is_open or self._may_start(self._format, prompt)):
             return None
         return Thinking(
             ends=ends,
             open=is_open,
-            starts=() if is_open else self._sequences((*self._config.reasoning_start, *self._format.starts)),
+            starts=()
+            if is_open
+            else _sequences(self._tokenizer, (*self._config.reasoning_start, *self._format.starts)),
             budget=budget,
             in_grammar=self._config.is_on("enable_in_reasoning"),
         )
 
     def _may_start(self, format: ReasoningFormat, prompt: str) -> bool:
         """Return True if reasoning may still start: the prompt has not ended it."""
-        return not prompt.rstrip().endswith(format.ends) and any(format.thinks(prompt + each) for each in format.starts)
-
-    def _sequences(self, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        assert self._tokenizer is not None
-        sequences = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return tuple(sequence for sequence in sequences if sequence)
+        return not prompt.rstrip().endswith(format.ends) and any(
+            format.thinks(prompt + start) for start in format.starts
+        )
 
     @cached_property
     def _special(self) -> dict[str, int]:
         assert self._tokenizer is not None
         tokens = self._tokenizer.backend.get_added_tokens_decoder()
         return {token.content: number for number, token in tokens.items() if token.special}
+
+
+def _sequences(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of each text, without texts that have none."""
+    sequences = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    return tuple(sequence for sequence in sequences if sequence)
 
 
 def grammar_of(params: StructuredOutputsParams, config: StructuredOutputsConfig, special: Mapping[str, int]) -> Grammar:

@@ -103,9 +103,9 @@ class OutputProcessor:
         self._interval = stream_interval
         self._events = events
         self._requests: dict[str, RunningRequest] = {}
-        self._sequences: dict[str, SequenceState] = {}  # by engine request id
-        self._pooling: dict[str, PreparedRequest] = {}  # pooling requests, which have one output and no state
-        self._pooled_again: set[str] = set()  # ids of those that an earlier engine did not finish
+        self._sequences: dict[str, SequenceState] = {}  # Engine request id -> sequence.
+        self._pooling: dict[str, PreparedRequest] = {}  # Pooling requests, which have one output and no state.
+        self._pooled_again: set[str] = set()  # Ids of those that an earlier engine did not finish.
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests or request_id in self._pooling
@@ -121,7 +121,7 @@ class OutputProcessor:
     def add(self, prepared: PreparedRequest, kind: RequestOutputKind | None = None) -> None:
         """Track a request; `kind` overrides its params' output kind. Raises RequestError if its id is in use."""
         ids = [child.request_id for child in prepared.children]
-        if prepared.request_id in self or any(each in self._sequences for each in ids):
+        if prepared.request_id in self or any(child_id in self._sequences for child_id in ids):
             raise RequestError("request_id", f"request_id {prepared.request_id!r} is in use")
         params = prepared.params
         if isinstance(params, PoolingParams):
@@ -151,14 +151,14 @@ class OutputProcessor:
                         self._tracer.record(_pooling_trace(prepared, output, now))
                 continue
             request = sequence.request
-            known = len(sequence.token_ids)
-            if not known:
+            num_tokens = len(sequence.token_ids)
+            if not num_tokens:
                 self._take_first(sequence, output)
             if sequence.take(output):
                 stopped.append(output.request_id)
             if output.num_preemptions:
                 sequence.metrics.num_preemptions = output.num_preemptions
-            if new_tokens := len(sequence.token_ids) - known:
+            if new_tokens := len(sequence.token_ids) - num_tokens:
                 _count_tokens(sequence, new_tokens, now, self._events)
             if sequence.finish_reason is not None:
                 sequence.metrics.is_complete = True
@@ -169,7 +169,7 @@ class OutputProcessor:
                     continue
                 ready.append(request.output([sequence.output(request.kind)]))
             elif not request.running:
-                ready.append(request.output([each.output(request.kind) for each in request.sequences]))
+                ready.append(request.output([sequence.output(request.kind) for sequence in request.sequences]))
         return ready, stopped
 
     def abort(self, request_ids: Iterable[str]) -> tuple[list[RequestOutput], list[str]]:
@@ -179,22 +179,32 @@ class OutputProcessor:
         ended: list[RequestOutput] = []
         children: list[str] = []
         for request_id in request_ids:
-            if (prepared := self._pooling.pop(request_id, None)) is not None:
-                children.append(request_id)
-                if self._events is not None:
-                    _add_pooled(self._events, prepared, "abort", time.monotonic())
             request = self._requests.get(request_id)
-            if request is None:
-                continue
-            unfinished = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+            unfinished = self._unfinished(request_id)
             for sequence in unfinished:
                 sequence.abort()
-                child_id = request.prepared.children[sequence.index].request_id
-                self._finish(child_id, sequence, "abort")
-                children.append(child_id)
-            shown = request.sequences if request.kind is _FINAL_ONLY else unfinished
-            ended.append(request.output([each.output(request.kind) for each in shown]))
+            children += self._finish_all(request_id, unfinished, "abort")
+            if request is not None:
+                shown = request.sequences if request.kind is _FINAL_ONLY else unfinished
+                ended.append(request.output([sequence.output(request.kind) for sequence in shown]))
         return ended, children
+
+    def _unfinished(self, request_id: str) -> list[SequenceState]:
+        request = self._requests.get(request_id)
+        return [] if request is None else [sequence for sequence in request.sequences if sequence.finish_reason is None]
+
+    def _finish_all(self, request_id: str, unfinished: Sequence[SequenceState], reason: str) -> list[str]:
+        """Finish these sequences of a request, or the request if it is for pooling. Return its engine requests."""
+        children: list[str] = []
+        if (prepared := self._pooling.pop(request_id, None)) is not None:
+            children.append(request_id)
+            if self._events is not None:
+                _add_pooled(self._events, prepared, reason, time.monotonic())
+        for sequence in unfinished:
+            child_id = sequence.request.prepared.children[sequence.index].request_id
+            self._finish(child_id, sequence, reason)
+            children.append(child_id)
+        return children
 
     def waiting(self) -> dict[str, list[list[str]]]:
         """Return the ids of requests without a token by owner, those of one caller's request together, in the order in
@@ -205,12 +215,14 @@ class OutputProcessor:
         for prepared in (*requests, *self._pooling.values()):
             callers.setdefault(_caller(prepared), []).append(prepared)
         for request in self._requests.values():
-            if any(each.token_ids for each in request.sequences):
+            if any(sequence.token_ids for sequence in request.sequences):
                 callers.pop(_caller(request.prepared), None)
         owners: dict[str, list[list[str]]] = {}
-        for prepared_requests in sorted(callers.values(), key=lambda each: each[0].children[0].priority):
+        for prepared_requests in sorted(
+            callers.values(), key=lambda requests_of_caller: requests_of_caller[0].children[0].priority
+        ):
             owner = owners.setdefault(prepared_requests[0].children[0].owner, [])
-            owner.append([each.request_id for each in prepared_requests])
+            owner.append([prepared.request_id for prepared in prepared_requests])
         return owners
 
     def drop(self, request_id: str) -> list[str]:
@@ -227,24 +239,15 @@ class OutputProcessor:
         """Forget requests that the engine cannot finish. Return the engine requests of their unfinished sequences."""
         children: list[str] = []
         for request_id in request_ids:
-            if (prepared := self._pooling.pop(request_id, None)) is not None:
-                children.append(request_id)
-                if self._events is not None:
-                    _add_pooled(self._events, prepared, "error", time.monotonic())
-            if (request := self._requests.get(request_id)) is not None:
-                unfinished = [sequence for sequence in request.sequences if sequence.finish_reason is None]
-                for sequence in unfinished:
-                    child_id = request.prepared.children[sequence.index].request_id
-                    self._finish(child_id, sequence, "error")
-                    children.append(child_id)
+            children += self._finish_all(request_id, self._unfinished(request_id), "error")
         return children
 
     def lost(self, child_ids: Iterable[str]) -> list[str]:
         """Return the ids of the requests of these sequences that another engine cannot run: a caller may have read
         something of them, or they were run again before, and may be what ends engines.
         """
-        parents = dict.fromkeys(parent for each in child_ids if (parent := self.parent_of(each)) is not None)
-        return [each for each in parents if self._is_lost(each)]
+        parents = dict.fromkeys(parent for child_id in child_ids if (parent := self.parent_of(child_id)) is not None)
+        return [parent for parent in parents if self._is_lost(parent)]
 
     def _is_lost(self, request_id: str) -> bool:
         request = self._requests.get(request_id)
@@ -284,7 +287,7 @@ class OutputProcessor:
         sequence.metrics.replica = output.replica
         request = sequence.request
         if request.num_cached_tokens is not None:
-            return  # another sequence was first
+            return  # Another sequence was first.
         request.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             pending = PendingLogprobs(
@@ -328,7 +331,7 @@ def _pooling_output(prepared: PreparedRequest, output: EngineOutput, pooled: Poo
 
 def _generation_trace(request: RunningRequest, reason: str) -> RequestTrace:
     """Return the trace of a request whose last sequence ended for this reason."""
-    from pagoda.common.observe.tracing import RequestTrace  # needs the extra otlp
+    from pagoda.common.observe.tracing import RequestTrace  # The import needs the extra otlp.
 
     prepared = request.prepared
     metrics = request.metrics
@@ -345,7 +348,7 @@ def _generation_trace(request: RunningRequest, reason: str) -> RequestTrace:
         last_token=metrics.last_token_ts,
         prompt_tokens=_num_prompt_tokens(prepared),
         completion_tokens=metrics.num_generation_tokens,
-        finish_reasons=tuple(each.finish_reason or reason for each in request.sequences),
+        finish_reasons=tuple(sequence.finish_reason or reason for sequence in request.sequences),
         n=len(request.sequences),
         temperature=params.temperature,
         top_p=params.top_p,
@@ -354,7 +357,7 @@ def _generation_trace(request: RunningRequest, reason: str) -> RequestTrace:
 
 
 def _pooling_trace(prepared: PreparedRequest, output: EngineOutput, now: float) -> RequestTrace:
-    from pagoda.common.observe.tracing import RequestTrace  # needs the extra otlp
+    from pagoda.common.observe.tracing import RequestTrace  # The import needs the extra otlp.
 
     return RequestTrace(
         request_id=prepared.request_id,
@@ -376,8 +379,8 @@ def _pooling_trace(prepared: PreparedRequest, output: EngineOutput, now: float) 
 
 def clear_events(events: RequestEvents) -> None:
     """Remove all events: they are recorded."""
-    for each in (events.tokens, events.first_tokens, events.sequences, events.requests):
-        each.clear()
+    for batch in (events.tokens, events.first_tokens, events.sequences, events.requests):
+        batch.clear()
 
 
 def _count_tokens(sequence: SequenceState, new_tokens: int, now: float, events: RequestEvents | None) -> None:
@@ -398,7 +401,7 @@ def _count_tokens(sequence: SequenceState, new_tokens: int, now: float, events: 
     if events is not None:
         tokens = events.tokens[metrics.replica]
         tokens.count += new_tokens
-        if new_tokens > 1:  # of merged steps
+        if new_tokens > 1:  # These are tokens of merged steps.
             tokens.waits[0.0] += new_tokens - 1
         first = FirstToken(
             replica=metrics.replica,
@@ -430,8 +433,8 @@ def _add_finished(events: RequestEvents, sequence: SequenceState, reason: str) -
     )
     events.sequences.append(finished)
     answers = request.metrics.answers
-    if not request.running and all(each.is_complete for each in answers):
-        longest = max(each.num_generation_tokens for each in answers)
+    if not request.running and all(answer.is_complete for answer in answers):
+        longest = max(answer.num_generation_tokens for answer in answers)
         events.requests.append(FinishedRequest(replica=answers[0].replica, n=len(answers), longest=longest))
 
 
@@ -491,7 +494,7 @@ class RunningRequest:
     ) -> None:
         self.prepared = prepared
         self.kind = kind
-        self.is_again = False  # an earlier engine did not finish it
+        self.is_again = False  # An earlier engine did not finish it.
         self.num_cached_tokens: int | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         self.sequences = [SequenceState(self, params, index, tokenizer) for index in range(len(prepared.children))]
@@ -506,7 +509,7 @@ class RunningRequest:
     @property
     def is_sent(self) -> bool:
         """True if a caller may have read something of it."""
-        return self.kind is not _FINAL_ONLY and any(each.token_ids for each in self.sequences)
+        return self.kind is not _FINAL_ONLY and any(sequence.token_ids for sequence in self.sequences)
 
     def start_again(self, index: int, tokenizer: Tokenizer | None) -> SequenceState:
         """Replace a sequence by one without tokens, and return it."""
@@ -577,7 +580,7 @@ class SequenceState:
         self.min_tokens = params.min_tokens
         self.detokenizer: Detokenizer | None = None
         self.tokenizer = tokenizer if params.detokenize else None
-        self.pieces: TokenPieces | None = None  # of the tokens whose log-probabilities are reported
+        self.pieces: TokenPieces | None = None  # Pieces of the tokens whose log-probabilities are reported.
         if tokenizer is not None and params.detokenize:
             if params.reports_logprobs:
                 self.pieces = TokenPieces(tokenizer, request.prepared.prompt.known_ids)
@@ -597,7 +600,7 @@ class SequenceState:
         self.token_ids: list[int] = []
         self.new_token_ids: list[int] = []
         self.new_text = ""
-        self.waits = False  # new tokens are kept back for an output with more of them
+        self.waits = False  # New tokens are kept back for an output with more of them.
         self.logprobs: SampleLogprobs | None = [] if params.reports_logprobs else None
         self.cumulative_logprob = 0.0 if params.reports_logprobs else None
         self.finish_reason: str | None = None
@@ -613,7 +616,7 @@ class SequenceState:
             ended = self._take(single)
             if self.finish_reason is not None:
                 break
-            self.waits = True  # keep what this token added for the next
+            self.waits = True  # What this token added is kept for the next output.
         self.waits = waited
         return ended
 
@@ -649,7 +652,7 @@ class SequenceState:
         if self.eager or finished:
             shown = new_token_ids if self.eager else self.token_ids
             if self.finish_reason == "stop" and not self.keeps_stop:
-                shown = shown[:-1]  # the stop token is not part of the text
+                shown = shown[:-1]  # The stop token is not part of the text.
             self.new_text += detokenizer.append(shown, finished)
         stop = detokenizer.stop_hit
         if stop is None:
@@ -724,7 +727,7 @@ class RequestStream(Generic[OutputT]):
         self._logprobs: PendingLogprobs | None = None
         self._converted: PromptLogprobs | None = None
         self._error: Exception | None = None
-        self._reader: asyncio.Future[None] | None = None  # waits for the next output
+        self._reader: asyncio.Future[None] | None = None  # It waits for the next output.
 
     def put(self, output: OutputT) -> None:
         """Add an output."""
@@ -819,7 +822,7 @@ class AsyncRequests:
         Streams of generation close with finish_reason "abort", those of pooling fail with AbortedError.
         """
         ids = list(request_ids)
-        streams = {each: self._streams.get(each) for each in ids}
+        streams = {request_id: self._streams.get(request_id) for request_id in ids}
         outputs, children = self._end(ids)
         for output in outputs:
             if (stream := streams.pop(output.request_id, None)) is not None:
@@ -880,7 +883,7 @@ class AsyncRequests:
         lost = [child.request_id for child in self.children] if child_ids is None else child_ids
         running = self._fail(self._processor.lost(lost), error)
         gone = set(lost)
-        return [each for each in running if each not in gone], self._processor.start_again(lost)
+        return [request_id for request_id in running if request_id not in gone], self._processor.start_again(lost)
 
     @property
     def children(self) -> list[EngineRequest]:

@@ -57,7 +57,7 @@ def _dimensions(info: PoolingInfo, dimensions: int | None, task: PoolingTask) ->
         )
     if info.dimensions and dimensions not in info.dimensions:
         raise RequestError(
-            "dimensions", f"dimensions {dimensions} is not one of {', '.join(str(each) for each in info.dimensions)}"
+            "dimensions", f"dimensions {dimensions} is not one of {', '.join(str(size) for size in info.dimensions)}"
         )
     if dimensions > info.embedding_size:
         raise RequestError("dimensions", f"dimensions {dimensions} is above the model's {info.embedding_size}")

@@ -30,7 +30,7 @@ class PromptEmbeds:
     """Rows of embeddings, one per position of the prompt."""
 
     count: int
-    rows: bytes = field(repr=False)  # D numbers each, in the model's dtype
+    rows: bytes = field(repr=False)  # Rows of D numbers each, in the model's dtype.
 
     def part(self, kept: slice) -> PromptEmbeds:
         """Return some of the positions."""
@@ -89,7 +89,7 @@ def _array(values: Any) -> Array:
             values = values.float() if values.dtype.itemsize == 2 and values.is_floating_point() else values
             values = values.numpy()
         return np.asarray(values)
-    except Exception as error:  # sparse, quantised or invalid tensors raise various errors
+    except Exception as error:  # Sparse, quantised or invalid tensors raise various errors.
         raise RequestError(FIELD, f"{FIELD} must be a dense tensor or array ({type(error).__name__})") from None
 
 

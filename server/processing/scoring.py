@@ -27,17 +27,17 @@ class ScoreOptions:
     """How pairs become prompts."""
 
     text: TextOptions = TextOptions()
-    max_query_tokens: int = 0  # tokens kept of each query; 0: all
-    max_document_tokens: int = 0  # tokens kept of each document; 0: all
+    max_query_tokens: int = 0  # Number of tokens kept of each query; 0: all.
+    max_document_tokens: int = 0  # Number of tokens kept of each document; 0: all.
     template: PairTemplate | None = None
 
 
 def texts_of(field: str, value: object) -> list[str]:
     """Return one text or several as a list. Raises RequestError."""
-    many = value if isinstance(value, list | tuple) else [value]
-    if not many:
+    entries = value if isinstance(value, list | tuple) else [value]
+    if not entries:
         raise RequestError(field, f"{field} is empty")
-    return [_text(field if many is not value else f"{field}[{index}]", each) for index, each in enumerate(many)]
+    return [_text(field if entries is not value else f"{field}[{index}]", item) for index, item in enumerate(entries)]
 
 
 def _text(path: str, value: object) -> str:

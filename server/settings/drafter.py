@@ -34,8 +34,8 @@ class ResolvedDrafter:
     """A drafter before its weights are loaded."""
 
     family: DrafterFamily
-    num_tokens: int  # drafts per sequence and step, at most
-    quantization: QuantizationConfig | None  # of its checkpoint; None: its weights are dense
+    num_tokens: int  # Maximum number of drafts per sequence and step.
+    quantization: QuantizationConfig | None  # Quantisation of its checkpoint; None: its weights are dense.
 
     @property
     def spec(self) -> DrafterSpec:
@@ -61,35 +61,36 @@ def resolve_drafter(
         return None
     _check_settings(config, settings)
     method = settings.method
-    stated = None
+    stated_tokens = None
     try:
         if method == _MTP and settings.model is None:
             if not isinstance(target, ModelSpec) or family is None:
                 raise ModelError("method mtp: the model has no specification of its own; use another method")
-            found = mtp_drafter(hf_config, checkpoint.names, target, family)
+            resolved = mtp_drafter(hf_config, checkpoint.names, target, family)
         else:
-            own = open_drafter(config, settings)
-            own_config, quantization = _config_of(own)
+            drafter = open_drafter(config, settings)
+            own_config, quantization = _config_of(drafter)
             if (speculators := read_speculators(own_config)) is not None:
                 method = speculators.method
                 own_config = speculators.config
-                stated = speculators.num_tokens
+                stated_tokens = speculators.num_tokens
             elif method == "draft_model":
-                method = implied_method(own_config, own.names)
+                method = implied_method(own_config, drafter.names)
             if method == _MTP:
                 raise ModelError("method mtp reads the model's own checkpoint; drop model")
-            found = _drafter_of(method, own_config, own, target)
+            resolved = _drafter_of(method, own_config, drafter, target)
     except ModelError as error:
         raise ConfigError(FLAG, f"{settings.model or config.model.model}: {error}") from None
-    number = settings.num_speculative_tokens or stated or found.most or (1 if method == _MTP else None)
+    number = settings.num_speculative_tokens or stated_tokens or resolved.most or (1 if method == _MTP else None)
     if number is None:
         raise ConfigError(FLAG, f"method {method} needs num_speculative_tokens; set it, for example to 3")
-    if found.most is not None and number > found.most:
+    if resolved.most is not None and number > resolved.most:
         raise ConfigError(
-            FLAG, f"num_speculative_tokens is {number}, but the drafter guesses {found.most} tokens; use at most that"
+            FLAG,
+            f"num_speculative_tokens is {number}, but the drafter guesses {resolved.most} tokens; use at most that",
         )
-    _check_length(found.drafter, max_model_len)
-    return ResolvedDrafter(replace(found, drafter=_within(found.drafter, max_model_len)), number, quantization)
+    _check_length(resolved.drafter, max_model_len)
+    return ResolvedDrafter(replace(resolved, drafter=_within(resolved.drafter, max_model_len)), number, quantization)
 
 
 def open_drafter(config: EngineConfig, settings: SpeculativeConfig) -> Checkpoint:
@@ -120,11 +121,11 @@ def _drafter_of(method: str, config: Mapping[str, Any], checkpoint: Checkpoint, 
 def _check_settings(config: EngineConfig, settings: SpeculativeConfig) -> None:
     """Raise ConfigError for what drafter models are not combined with."""
     tensor = config.parallel.tensor_parallel_size
-    stated = settings.draft_tensor_parallel_size
-    if stated not in (None, tensor):
+    stated_size = settings.draft_tensor_parallel_size
+    if stated_size not in (None, tensor):
         raise ConfigError(
             FLAG,
-            f"draft_tensor_parallel_size is {stated}: a drafter is sharded as the model is; drop it",
+            f"draft_tensor_parallel_size is {stated_size}: a drafter is sharded as the model is; drop it",
         )
     if settings.enforce_eager and not config.compilation.enforce_eager:
         raise ConfigError(FLAG, "enforce_eager: a drafter runs as the model does; drop it, or use --enforce-eager")

@@ -6,12 +6,11 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from pagoda.common.config.defaults import ResolvedRow, Usage
+from pagoda.common.config.defaults import ResolvedRow
 from pagoda.common.config.deprecated import DeprecatedConfig
-from pagoda.common.config.settings import ENGINE_GROUPS, ResolvedSettings, Setting, build
-from pagoda.server.settings.flags import EngineArgs, resolve_settings
+from pagoda.common.config.settings import ResolvedSettings, Setting
 from pagoda.server.settings.help import status_text
-from pagoda.server.settings.resolve import Resolved, resolve
+from pagoda.server.settings.resolve import Resolved
 
 _MAX_WIDTH: Final = 36
 """Maximum width of an aligned column, in characters."""
@@ -21,23 +20,10 @@ ConfigCheck = Callable[[argparse.Namespace], tuple[ResolvedSettings, Resolved]]
 """Runs a command's checks that precede loading the model; returns what it resolved, raises what the command would."""
 
 
-def explain(
-    args: argparse.Namespace, table: Mapping[str, Setting], usage: Usage, check: ConfigCheck | None = None
-) -> str:
-    """Return the table for a command line. Raise the error that keeps the command from starting.
-
-    `check`: the command's own checks; by default only the settings and the model's files are checked.
-    """
-    settings, resolved = _resolve(args, table, usage) if check is None else check(args)
+def explain(args: argparse.Namespace, table: Mapping[str, Setting], check: ConfigCheck) -> str:
+    """Return the table for a command line. Raise the error that keeps the command from starting."""
+    settings, resolved = check(args)
     return table_text(_rows(resolved, settings, table), table)
-
-
-def _resolve(args: argparse.Namespace, table: Mapping[str, Setting], usage: Usage) -> tuple[ResolvedSettings, Resolved]:
-    settings = resolve_settings(args, table)
-    engine = EngineArgs.from_resolved(settings).create_engine_config()
-    for config in {setting.config for setting in table.values()} - {*ENGINE_GROUPS.values()}:
-        build(config, settings.values, table.values())  # validates the values
-    return settings, resolve(engine, usage, settings.sources)
 
 
 def _rows(resolved: Resolved, settings: ResolvedSettings, table: Mapping[str, Setting]) -> Iterator[ResolvedRow]:

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, Final, NoReturn, Self, TypeVar
 
 from pagoda.common.config import env
@@ -82,9 +83,8 @@ class EngineArgs:
 
     def _apply(self, resolved: ResolvedSettings) -> None:
         resolved = _with_overridden_length(resolved)
-        self._config = EngineConfig(
-            **{name: build(each, resolved.values, ENGINE_SETTINGS.values()) for name, each in ENGINE_GROUPS.items()}
-        )
+        groups = {name: build(group, resolved.values) for name, group in ENGINE_GROUPS.items()}
+        self._config = EngineConfig(**groups)
         notes = dict.fromkeys((*env.notes(settings=_ALL_NAMES), *resolved.notes))
         for note in (note for note in notes if note not in self._logged):
             logger.warning("%s", note)
@@ -161,7 +161,8 @@ def _as_mappings(keywords: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(level, int):
         settings["compilation_config"] = {"mode": int(level)}
     if callable(change := settings.get("hf_overrides")):
-        from pagoda.server.settings.hf_overrides import overrides_of  # reads the model, and needs this module
+        # The module reads the model, and needs this module.
+        from pagoda.server.settings.hf_overrides import overrides_of
 
         del settings["hf_overrides"]
         settings["hf_overrides"] = overrides_of(change, EngineArgs(**settings).create_engine_config())
@@ -209,11 +210,11 @@ def add_explain_config(parser: argparse.ArgumentParser) -> None:
 
 def resolve_settings(args: argparse.Namespace, *tables: Mapping[str, Setting]) -> ResolvedSettings:
     """Merge flags, the file of `--config` and the environment. Raise ConfigError."""
-    known = {name: setting for table in tables for name, setting in table.items()}
-    flags = {name: Sourced(value, "flag") for name, value in given(name_model(args), known.values()).items()}
+    settings_by_name = {name: setting for table in tables for name, setting in table.items()}
+    flags = {name: Sourced(value, "flag") for name, value in given(name_model(args), settings_by_name.values()).items()}
     path = getattr(args, "config", None)
-    file = from_file(path, known) if path is not None else {}
-    return merge_layers(known, flags, file, from_environment(tables))
+    file = from_file(path, settings_by_name) if path is not None else {}
+    return merge_layers(settings_by_name, flags, file, from_environment(tables))
 
 
 def name_model(args: argparse.Namespace) -> argparse.Namespace:
@@ -224,7 +225,9 @@ def name_model(args: argparse.Namespace) -> argparse.Namespace:
     model = getattr(args, "model", tag)
     if model != tag:
         raise ConfigError("--model", f"{model} differs from the positional MODEL {tag}; give one of them")
-    return argparse.Namespace(**{**vars(args), "model": tag})
+    with_model = copy(args)
+    with_model.model = tag
+    return with_model
 
 
 def resolve_flags(args: argparse.Namespace, settings: Mapping[str, Setting]) -> dict[str, Any]:
@@ -246,9 +249,11 @@ class FlagParser(argparse.ArgumentParser):
     """Argument parser with underscores in flags, dotted JSON flags, `--help=WHAT`, and without abbreviations."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs, "add_help": False})
+        kwargs.setdefault("allow_abbrev", False)
+        kwargs["add_help"] = False
+        super().__init__(*args, **kwargs)
         self.settings: dict[str, Setting] = {}
-        self.values: Mapping[str, tuple[str, ...]] = {}  # of settings without choices, for the help
+        self.values: Mapping[str, tuple[str, ...]] = {}  # Values of settings without choices, for the help.
         self.add_argument(
             *("-h", "--help"),
             action=_Help,
@@ -256,7 +261,7 @@ class FlagParser(argparse.ArgumentParser):
             const="",
             default=argparse.SUPPRESS,
             metavar="WHAT",
-            help="Show this help; --help=WHAT shows a group, a flag, flags that match a word, listgroup, or all.",
+            help="Show this help. WHAT: a group, a flag, a word to search for, listgroup (the groups) or all.",
         )
 
     def parse_known_args(  # type: ignore[override]
@@ -271,17 +276,17 @@ class FlagParser(argparse.ArgumentParser):
         flag, equals, value = word.partition("=")
         if not flag.startswith("--") or flag in self._option_string_actions:
             return word
-        added = next((each for each in self._option_string_actions if _dashed(each) == flag), flag)
+        added = next((spelling for spelling in self._option_string_actions if _dashed(spelling) == flag), flag)
         return f"{added}{equals}{value}"
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
         """Parse all arguments; exit with status 2 for an unknown one."""
-        known, unknown = self.parse_known_args(args, namespace)
+        namespace_read, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.unknown(unknown)
-        return known
+        return namespace_read
 
     def unknown(self, words: Sequence[str]) -> NoReturn:
         """Exit with status 2 and one line that names the first unknown flag and its nearest match."""
@@ -309,18 +314,18 @@ class FlagParser(argparse.ArgumentParser):
         """Return all flags by group."""
         groups = [
             Group(
-                name=str(each.title),
-                description=(each.description or "").partition("\n")[0],
-                flags=tuple(map(self._flag, each._group_actions)),
+                name=str(group.title),
+                description=(group.description or "").partition("\n")[0],
+                flags=tuple(map(self._flag, group._group_actions)),
             )
-            for each in self._action_groups
+            for group in self._action_groups
         ]
         return Page(self.prog, self.description or "", tuple(group for group in groups if group.flags))
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Drop argparse's abbreviation matches that allow_abbrev does not disable."""
         guesses: list[Any] = super()._get_option_tuples(option_string)
-        return [guess for guess in guesses if option_string.startswith(guess[1])]  # -n4 is -n 4
+        return [guess for guess in guesses if option_string.startswith(guess[1])]  # The word -n4 is -n 4.
 
     def _flag(self, action: argparse.Action) -> Flag:
         metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
@@ -349,12 +354,12 @@ class ScriptParser(FlagParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
         """Parse all arguments. Raise ConfigError for an invalid value."""
-        known = super().parse_args(args, namespace)
+        parsed = super().parse_args(args, namespace)
         if namespace is not None or not self.settings:
-            return known
-        path = vars(known).pop("config", None)
-        file = {} if path is None else {name: each.value for name, each in from_file(path, self.settings).items()}
-        return DefaultsNamespace(self.settings, {**file, **vars(known), **given(known, self.settings.values())})
+            return parsed
+        path = vars(parsed).pop("config", None)
+        file = {} if path is None else {name: sourced.value for name, sourced in from_file(path, self.settings).items()}
+        return DefaultsNamespace(self.settings, {**file, **vars(parsed), **given(parsed, self.settings.values())})
 
 
 class DefaultsNamespace(argparse.Namespace):
@@ -435,7 +440,7 @@ def _add(parser: argparse._ActionsContainer, setting: Setting) -> None:
         "help": describe(setting).replace("%", "%%"),
     }
     if setting.is_switch and setting.name.startswith("no_"):
-        keywords["action"] = "store_true"  # BooleanOptionalAction would take --no-x for the negation of --x
+        keywords["action"] = "store_true"  # BooleanOptionalAction would take --no-x for the negation of --x.
     elif setting.is_switch:
         keywords["action"] = argparse.BooleanOptionalAction
     else:
@@ -476,9 +481,8 @@ def _dashed(word: str) -> str:
     """Replace underscores by dashes in the flag's name, not in keys after a dot."""
     if not word.startswith("--") or len(word) == 2:
         return word
-    name = re.match(r"[^=.]*", word)
-    assert name is not None
-    return name[0].replace("_", "-") + word[name.end() :]
+    name = re.split(r"[=.]", word, maxsplit=1)[0]
+    return name.replace("_", "-") + word[len(name) :]
 
 
 def _optimization_levels(words: Sequence[str]) -> list[str]:

@@ -10,9 +10,10 @@ from typing import Any, Final
 
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.errors import ConfigError, ModelError
+from pagoda.common.sampling_params import MODEL_DEFAULTS
 from pagoda.common.weights.checkpoint import Checkpoint
 
-SAMPLING_KEYS: Final = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+SAMPLING_KEYS: Final = (*MODEL_DEFAULTS, "max_new_tokens")
 """Keys that set a default; max_new_tokens is also the maximum for every request."""
 
 _EOS: Final = "eos_token_id"
@@ -22,8 +23,8 @@ _EOS: Final = "eos_token_id"
 class GenerationDefaults:
     """Default sampling parameters and end-of-sequence ids."""
 
-    sampling: Mapping[str, Any]  # fields of SamplingParams
-    eos_token_ids: tuple[int, ...]  # the main id first
+    sampling: Mapping[str, Any]  # Fields of SamplingParams.
+    eos_token_ids: tuple[int, ...]  # Ids of the tokens, the main one first.
 
 
 def read_generation(model: ModelConfig, checkpoint: Checkpoint, hf_config: Mapping[str, Any]) -> GenerationDefaults:
@@ -52,10 +53,10 @@ def _file(model: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _checked(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    known = (*SAMPLING_KEYS, _EOS)
-    unknown = [key for key in overrides if key not in known]
+    known_keys = (*SAMPLING_KEYS, _EOS)
+    unknown = [key for key in overrides if key not in known_keys]
     if unknown:
-        raise ConfigError("--override-generation-config", f"{unknown[0]} is not supported; use {', '.join(known)}")
+        raise ConfigError("--override-generation-config", f"{unknown[0]} is not supported; use {', '.join(known_keys)}")
     return overrides
 
 

@@ -21,23 +21,24 @@ _ORDER: Final = ("implemented", "no effect", "refused")
 _HUMAN: Final = (human_readable_int, human_readable_int_or_auto)
 _INDENT: Final = 30
 _MAX_METAVAR: Final = 40
+_NUMBERS: Final = (int, float)
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
     """A flag, or a positional argument."""
 
-    spellings: tuple[str, ...]  # empty: positional
+    spellings: tuple[str, ...]  # The spellings; empty: the argument is positional.
     metavar: str
-    optional: bool  # the value may be omitted
+    optional: bool  # The value may be omitted.
     text: str
     setting: Setting | None
-    values: tuple[str, ...] = ()  # that the command knows, of a setting without choices
+    values: tuple[str, ...] = ()  # Values that the command knows, of a setting without choices.
 
     @property
     def names(self) -> frozenset[str]:
         """All spellings without leading dashes."""
-        return frozenset(each.lstrip("-").lower() for each in self.spellings)
+        return frozenset(spelling.lstrip("-").lower() for spelling in self.spellings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,12 @@ class Page:
     @property
     def spellings(self) -> frozenset[str]:
         """All spellings of all flags."""
-        return frozenset(each for group in self.groups for flag in group.flags for each in flag.spellings)
+        return frozenset(spelling for group in self.groups for flag in group.flags for spelling in flag.spellings)
 
 
-def help_text(page: Page, what: str) -> str:
+def help_text(page: Page, topic: str) -> str:
     """Return the text of `--help=what`. Raise ConfigError if nothing matches."""
-    word = what.strip().lower()
+    word = topic.strip().lower()
     if not word:
         return overview(page)
     if word == "listgroup":
@@ -85,9 +86,12 @@ def help_text(page: Page, what: str) -> str:
 
 def overview(page: Page) -> str:
     """Return usage, the command's own flags, the names of the shared groups, and hints."""
-    own = [group for group in page.groups if not _is_shared(group)]
+    own_groups = [group for group in page.groups if group.name not in _SHARED]
     shared = [group for group in page.groups if _is_shared(group)]
-    parts = [_usage(page), page.description, *map(_group, own)]
+    single = [flag for group in page.groups if group.name in _SHARED and not _is_shared(group) for flag in group.flags]
+    parts = [_usage(page), page.description, *map(_group, own_groups)]
+    if single:
+        parts.append("\n".join(["Other flags:", *_columns((_synopsis(flag), _text(flag)) for flag in single)]))
     if shared:
         parts.append("\n".join(["Flag groups:", *_groups(shared)]))
         parts.append("\n".join(["More help:", *_hints(page, shared)]))
@@ -95,6 +99,7 @@ def overview(page: Page) -> str:
 
 
 def _is_shared(group: Group) -> bool:
+    """True if the overview lists the group's name only; a command may also have a single flag of such a group."""
     return group.name in _SHARED and len(group.flags) > 1
 
 
@@ -137,14 +142,14 @@ def _group(group: Group) -> str:
 def _search(page: Page, name: str, word: str) -> str:
     """Return the flags with the word in their name or help. Raise ConfigError if there are none."""
     flags = [flag for group in page.groups for flag in group.flags]
-    named = [flag for flag in flags if any(name in each for each in flag.names)]
-    described = [flag for flag in flags if flag not in named and word in _text(flag).lower()]
-    if not named and not described:
-        known = [each for flag in flags for each in flag.names] + [group.name for group in page.groups]
-        near = did_you_mean(name, known) or "; try --help=listgroup"
+    matching = [flag for flag in flags if any(name in flag_name for flag_name in flag.names)]
+    described = [flag for flag in flags if flag not in matching and word in _text(flag).lower()]
+    if not matching and not described:
+        known_names = [flag_name for flag in flags for flag_name in flag.names] + [group.name for group in page.groups]
+        near = did_you_mean(name, known_names) or "; try --help=listgroup"
         raise ConfigError("--help", f"no group, flag or help text matches {word!r}{near}")
     parts = []
-    for title, matches in ((f"Flags named {name}:", named), (f"Flags that mention {word}:", described)):
+    for title, matches in ((f"Flags named {name}:", matching), (f"Flags that mention {word}:", described)):
         if matches:
             parts.append("\n".join([title, *_columns((_synopsis(flag), _text(flag)) for flag in matches)]))
     return "\n\n".join(parts)
@@ -207,19 +212,24 @@ def _text(flag: Flag) -> str:
 
 def describe(setting: Setting, values: Sequence[str] = ()) -> str:
     """Return a flag's help with its choices, default and status. `values`: its values if it has no choices."""
-    known = values or setting.choices
-    choices = f" (one of {', '.join(known)})" if known and "{" not in metavar(setting) else ""
+    values_or_choices = values or setting.choices
+    choices = f" (one of {', '.join(values_or_choices)})" if values_or_choices and "{" not in metavar(setting) else ""
     default = "" if _is_plain(setting.default) else f" (default: {default_text(setting)})"
     status = "" if status_text(setting) == "implemented" else f" [{status_text(setting)}]"
     return f"{setting.option.help}{choices}{default}{status}"
 
 
 def metavar(setting: Setting) -> str:
-    """Return the placeholder of a flag's value: its choices if they are short."""
+    """Return the placeholder of a flag's value: short choices, N for a number, or a word of its name."""
     choices = "{" + ",".join(map(str, setting.choices or ())) + "}"
     if setting.choices and len(choices) <= _MAX_METAVAR:
         return choices
-    return "JSON" if setting.is_json else setting.name.rpartition("_")[2].upper()
+    if setting.is_json:
+        return "JSON"
+    if setting.value_type in _NUMBERS:
+        return "N"
+    word = setting.name.rpartition("_")[2]
+    return "FILE" if word == "json" else word.upper()
 
 
 def default_text(setting: Setting) -> str:
@@ -231,9 +241,12 @@ def _synopsis(flag: Flag) -> str:
     """Return `--max-num-seqs SEQS`, `--[no-]enforce-eager` or `-tp, --tensor-parallel-size SIZE`."""
     if not flag.spellings:
         return flag.metavar
-    positive = {f"--no-{each[2:]}": each for each in flag.spellings if each.startswith("--")}
-    words = [f"--[no-]{each[2:]}" if f"--no-{each[2:]}" in flag.spellings else each for each in flag.spellings]
-    shown = [word for word, each in zip(words, flag.spellings) if positive.get(each) not in flag.spellings]
+    positive = {f"--no-{spelling[2:]}": spelling for spelling in flag.spellings if spelling.startswith("--")}
+    words = [
+        f"--[no-]{spelling[2:]}" if f"--no-{spelling[2:]}" in flag.spellings else spelling
+        for spelling in flag.spellings
+    ]
+    shown = [word for word, spelling in zip(words, flag.spellings) if positive.get(spelling) not in flag.spellings]
     value = flag.metavar
     if flag.optional:
         value = f"[{value}]"

@@ -7,8 +7,8 @@ Entry point groups:
     vllm.general_plugins        functions called without arguments; a failing one is logged and left out; selected by
                                 --plugins or VLLM_PLUGINS, too
     pagoda.logits_processors    classes for --logits-processors: either called with the EngineConfig, to return a
-                                common.engine.sampling.rules.LogitsProcessor, or of vLLM's interface, see
-                                common.engine.sampling.batch_processors; also those of vllm.logits_processors
+                                common.engine.sampling.processors.LogitsProcessor, or of vLLM's interface, see
+                                server.vllm.logits_processors; also those of vllm.logits_processors
     pagoda.schedulers           classes for --scheduler-cls: called like common.engine.scheduling.scheduler.Scheduler,
                                 they return a common.engine.core.StepScheduler
     pagoda.tool_parsers         server.parsers.parser.ToolFormat objects for --tool-call-parser
@@ -40,13 +40,13 @@ from typing import Any, Final
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.engine.core import MakeScheduler
-from pagoda.common.engine.sampling.batch_processors import BatchLogitsProcessor
-from pagoda.common.engine.sampling.extra_samplers import EXTRA_SAMPLERS
-from pagoda.common.engine.sampling.rules import LogitsProcessor, SamplerOptions
+from pagoda.common.engine.sampling.processors import LogitsProcessor, SamplerOptions
 from pagoda.common.engine.scheduling.scheduler import Scheduler
 from pagoda.common.engine.speculative.proposer import DraftPlanner
 from pagoda.common.errors import ConfigError
-from pagoda.common.sampling_params import SamplingParams
+from pagoda.common.sampling_params import SamplingParams, params_of
+from pagoda.server.settings.extra_samplers import EXTRA_SAMPLERS
+from pagoda.server.vllm.logits_processors import BatchLogitsProcessor, LogitsBatch
 
 GENERAL: Final = "pagoda.general_plugins"
 VLLM_GENERAL: Final = "vllm.general_plugins"
@@ -71,8 +71,8 @@ def load_general_plugins(config: EngineConfig) -> None:
         elif name in of_vllm:
             _run_of_vllm(name, of_vllm[name])
         else:
-            known = _names({**plugins, **of_vllm})
-            raise ConfigError(_PLUGINS, f"plugin {name!r} is not installed; installed: {known}")
+            names = _names({**plugins, **of_vllm})
+            raise ConfigError(_PLUGINS, f"plugin {name!r} is not installed; installed: {names}")
 
 
 def _run(name: str, plugin: Any, config: EngineConfig) -> None:
@@ -99,13 +99,13 @@ def sampler_options(config: EngineConfig, vllm_config: object = None, backend: s
     `vllm_config`: for processors of vLLM's interface, which are constructed for the device of `backend`.
     """
     processors: list[LogitsProcessor] = []
-    of_batch: list[tuple[str, Callable[[], BatchLogitsProcessor]]] = []
+    of_batch: dict[str, Callable[[], BatchLogitsProcessor]] = {}
     for name in config.model.logits_processors:
         make = load(_PROCESSORS, name, LOGITS_PROCESSORS)
         if _is_batched(make):
-            of_batch.append((name, partial(make, vllm_config, *_device(backend))))
+            of_batch[name] = partial(make, vllm_config, *_device(backend))
             if backend != "jax_tpu":
-                _constructed(name, of_batch[-1][1])  # an error at start instead of in the first step
+                _constructed(name, of_batch[name])  # This raises at start instead of in the first step.
             continue
         processor = _constructed(name, partial(make, config))
         if not callable(getattr(processor, "apply", None)):
@@ -115,20 +115,28 @@ def sampler_options(config: EngineConfig, vllm_config: object = None, backend: s
                 "apply(logits) of vLLM's interface",
             )
         processors.append(processor)
-    return SamplerOptions(config.model.logprobs_mode, tuple(processors), tuple(of_batch))
+    return SamplerOptions(
+        logprobs_mode=config.model.logprobs_mode,
+        processors=tuple(processors),
+        make_batch_processor=partial(LogitsBatch, of_batch, params_of) if of_batch else None,
+    )
 
 
 def read_arguments(model: ModelConfig) -> frozenset[str] | None:
     """Return the entries of `extra_args` that the --logits-processors read; None: any. Raise ConfigError."""
-    classes = [load(_PROCESSORS, each, LOGITS_PROCESSORS) for each in model.logits_processors]
-    own = [each for each in EXTRA_SAMPLERS.values() if each in classes]
-    return frozenset(name for each in own for name in each.arguments) if len(own) == len(set(classes)) else None
+    classes = [load(_PROCESSORS, name, LOGITS_PROCESSORS) for name in model.logits_processors]
+    built_in = [sampler for sampler in EXTRA_SAMPLERS.values() if sampler in classes]
+    return (
+        frozenset(name for sampler in built_in for name in sampler.arguments)
+        if len(built_in) == len(set(classes))
+        else None
+    )
 
 
 def param_checks(model: ModelConfig) -> list[Callable[[SamplingParams], object]]:
     """Return validate_params of the --logits-processors that have one. Raise ConfigError."""
     classes = [load(_PROCESSORS, name, LOGITS_PROCESSORS) for name in model.logits_processors]
-    return [each.validate_params for each in classes if callable(getattr(each, "validate_params", None))]
+    return [processor.validate_params for processor in classes if callable(getattr(processor, "validate_params", None))]
 
 
 def _is_batched(make: Any) -> bool:
@@ -145,7 +153,7 @@ def _constructed(name: str, make: Callable[[], Any]) -> Any:
 def _device(backend: str) -> tuple[Any, bool]:
     """Return the torch device of a backend's logits, and whether host memory is pinned for it."""
     if backend == "jax_tpu":
-        return None, False  # its `create` refuses processors
+        return None, False  # Its `create` refuses processors.
     torch = importlib.import_module("torch")
     on_gpu = backend == "torch_cuda" and bool(torch.cuda.is_available())
     return torch.device("cuda" if on_gpu else "cpu"), on_gpu

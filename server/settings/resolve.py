@@ -16,11 +16,10 @@ from pagoda.backends.registry import (
     check_drafters,
     choose_backend,
     load_rank_runtime,
-    load_scheme_support,
+    load_schemes,
     load_simulator,
     parallel_sizes,
     pooling_parallel_sizes,
-    quantizes,
     runs_ranks,
 )
 from pagoda.common.backend import ParallelSizes
@@ -60,7 +59,7 @@ from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.quantization.config import QuantizationConfig, parameter_schemes
 from pagoda.common.weights.quantization.on_the_fly import schemes_on_the_fly
 from pagoda.common.weights.quantization.read import read_quantization, without_quantization
-from pagoda.common.weights.quantization.tensors import Scheme
+from pagoda.common.weights.quantization.schemes import Scheme
 from pagoda.common.weights.rules import sources as tensor_sources
 from pagoda.common.weights.rules import stored_schemes
 from pagoda.common.weights.sharded import ShardedCheckpoint
@@ -96,23 +95,23 @@ class Resolved:
     """Everything about an engine that is known before its weights are loaded."""
 
     config: EngineConfig
-    sources: Mapping[str, str]  # setting -> source, for settings that are set
+    sources: Mapping[str, str]  # Setting -> source, for settings that are set.
     checkpoint: Checkpoint
-    hf_config: Mapping[str, Any]  # with overrides, without the quantisation
-    quantization: QuantizationConfig | None  # of the checkpoint; None: its weights are dense
+    hf_config: Mapping[str, Any]  # The config.json with overrides, without the quantisation.
+    quantization: QuantizationConfig | None  # Quantisation of the checkpoint; None: its weights are dense.
     spec: AnySpec
-    family: Family | None  # None: transformers computes the model
+    family: Family | None  # None: transformers computes the model.
     backend: str
     dtype: str
     limits: Limits
     layout: KvLayout
     generation: GenerationDefaults
-    runner: PoolingRunner | None  # None: a generative model
+    runner: PoolingRunner | None  # None: the model generates.
     pooling: PoolingInfo | None
     parallel_sizes: ParallelSizes
     derived: tuple[ResolvedRow, ...]
-    drafter: ResolvedDrafter | None = None  # a model on the device that guesses drafts
-    platform: Platform = Platform("cpu")  # the devices that limits were resolved for
+    drafter: ResolvedDrafter | None = None  # The model on the device that guesses drafts.
+    platform: Platform = Platform("cpu")  # The devices that limits were resolved for.
 
     @property
     def cache(self) -> CacheConfig:
@@ -125,7 +124,7 @@ class Resolved:
     def runtime_quantization(self) -> str | None:
         """The method by which the backend quantises dense weights on its devices; None: it gets them as they are."""
         method = self._dense_quantization
-        return method if method is not None and quantizes(self.backend, method) else None
+        return method if method is not None and method in load_schemes(self.backend).ROUNDED_ON_DEVICE else None
 
     @property
     def _dense_quantization(self) -> str | None:
@@ -200,8 +199,8 @@ def resolve(
     if config.model.disable_sliding_window:
         spec, model = _without_windows(spec, model)
     world_size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
-    found, block_size = _machine(config, backend, world_size)
-    platform = platform or found
+    detected, block_size = _machine(config, backend, world_size)
+    platform = platform or detected
     resolved = resolve_limits(config, platform=platform, usage=usage, block_size=block_size, model=model)
     limits = resolved.limits
     if isinstance(spec, ModelSpec):
@@ -309,7 +308,7 @@ def _check_lora(config: EngineConfig, *, pooling: bool) -> None:
 
 def _check_schemes(backend: str, method: str | None, schemes: Mapping[str, Scheme]) -> None:
     """Raise ConfigError for a scheme that the backend refuses, warn if it computes with none of those of `method`."""
-    declared = load_scheme_support(backend)
+    declared = load_schemes(backend).scheme_support
     supports = {declared(scheme, ".experts." in name) for name, scheme in schemes.items()}
     for support in supports:
         if support.kind == "refused" and method is not None:

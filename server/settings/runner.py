@@ -35,8 +35,8 @@ class PoolingRunner:
 
     use: PoolUse
     reason: str
-    modules: SentenceModules | None  # sentence-transformers modules in the model's directory
-    overrides: PoolerConfig  # --pooler-config
+    modules: SentenceModules | None  # The sentence-transformers modules in the model's directory.
+    overrides: PoolerConfig  # Value of --pooler-config.
 
 
 def resolve_runner(
@@ -88,11 +88,13 @@ def pooling_info(runner: PoolingRunner, spec: AnySpec, hf_config: Mapping[str, A
     embeds = runner.use == "embed"
     size = pooler.dense[-1].width if pooler.dense else spec.hidden_width
     matryoshka = hf_config.get("matryoshka_dimensions") or ()
-    if not isinstance(matryoshka, list | tuple) or not all(type(each) is int for each in matryoshka):
+    if not isinstance(matryoshka, list | tuple) or not all(type(size) is int for size in matryoshka):
         raise ModelError(f"config.json: matryoshka_dimensions is {str(matryoshka)[:60]}, not a list of integers")
     activates = runner.modules.normalise if embeds and runner.modules is not None else True
     info = PoolingInfo(
-        tasks=_with_default(runner.overrides.task, _tasks(runner.use, spec)),
+        tasks=_with_default(
+            runner.overrides.task, _tasks(runner.use, pooler, own_code=isinstance(spec, TransformersSpec))
+        ),
         embedding_size=size if embeds else 0,
         labels=() if classifier is None else _labels(hf_config, classifier.labels),
         is_cross_encoder=classifier is not None and classifier.labels == 1 and pooler.kind != "all",
@@ -108,24 +110,23 @@ def pooling_info(runner: PoolingRunner, spec: AnySpec, hf_config: Mapping[str, A
     return info
 
 
-def _tasks(use: PoolUse, spec: AnySpec) -> tuple[PoolingTask, ...]:
+def _tasks(use: PoolUse, pooler: Pooler, *, own_code: bool) -> tuple[PoolingTask, ...]:
     """Return the tasks, the default one first; a pooler of kind "all" has per-token tasks only.
 
-    A classifier whose own code pools has none.
+    `own_code`: the model's own code pools; a classifier has no per-token task then.
     """
-    assert spec.pooler is not None, "the model pools"
-    pools_sequence = spec.pooler.kind != "all"
+    pools_sequence = pooler.kind != "all"
     if use == "embed":
-        heads = tuple(head.task for head in spec.pooler.token_heads) or ("token_embed",)
+        heads = tuple(head.task for head in pooler.token_heads) or ("token_embed",)
         if not pools_sequence:
             return heads
         joined = (task for task, parts in PARTS.items() if set(parts) <= {"embed", *heads})
         return ("embed", *heads, *joined)
     if not pools_sequence:
         return ("token_classify",)
-    scores = spec.pooler.classifier is not None and spec.pooler.classifier.labels == 1
+    scores = pooler.classifier is not None and pooler.classifier.labels == 1
     by_prompt: tuple[PoolingTask, ...] = ("classify", "score") if scores else ("classify",)
-    return by_prompt if isinstance(spec, TransformersSpec) else (*by_prompt, "token_classify")
+    return by_prompt if own_code else (*by_prompt, "token_classify")
 
 
 def _with_default(name: str | None, tasks: tuple[PoolingTask, ...]) -> tuple[PoolingTask, ...]:

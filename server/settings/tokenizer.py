@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """Open the tokenizer of --tokenizer or of the model; None with skip_tokenizer_init. Raises ModelError."""
-    from pagoda.common.text.tokenizer import load_tokenizer  # slow to import
+    from pagoda.common.text.tokenizer import load_tokenizer  # The import is slow.
 
     model = config.model
     load = config.load
     if model.skip_tokenizer_init:
         return None
-    own = model.tokenizer is None or model.tokenizer == model.model
+    is_of_model = model.tokenizer is None or model.tokenizer == model.model
     path = resolve_model(
         model.model if model.tokenizer is None else model.tokenizer,
-        load.load_format if own else "dummy",
+        load.load_format if is_of_model else "dummy",
         weights=False,
-        revision=model.tokenizer_revision or (model.revision if own else None),
+        revision=model.tokenizer_revision or (model.revision if is_of_model else None),
         token=model.hf_token,
         download_dir=load.download_dir,
         ignore_patterns=load.ignore_patterns,

@@ -111,12 +111,12 @@ def _decoded_base(setup: bytes) -> BaseModel:
 
 def _encoded(weights: AdapterWeights) -> bytes:
     """Return an adapter as a message: the length of the head, the head, and the numbers from a multiple of 64 on."""
-    matrices = [_Matrix(name, each.a.shape, each.b.shape) for name, each in weights.matrices.items()]
+    matrices = [_Matrix(name, matrix.a.shape, matrix.b.shape) for name, matrix in weights.matrices.items()]
     head = msgspec.msgpack.encode(_Head(weights.rank, matrices))
     begin = _WEIGHTS + len(head).to_bytes(4, "big") + head
     pieces: list[bytes | memoryview] = [begin, bytes(-len(begin) % _ALIGNMENT)]
-    for each in weights.matrices.values():
-        pieces += [_bytes_of(each.a), _bytes_of(each.b)]
+    for matrix in weights.matrices.values():
+        pieces += [_bytes_of(matrix.a), _bytes_of(matrix.b)]
     return b"".join(pieces)
 
 
@@ -130,10 +130,10 @@ def _decoded(message: bytearray) -> AdapterWeights:
     head = msgspec.msgpack.decode(message[5:end], type=_Head)
     numbers = np.frombuffer(message, np.float32, offset=end + -end % _ALIGNMENT)
     matrices: dict[str, LowRank] = {}
-    for each in head.matrices:
-        a, numbers = _taken(numbers, each.a)
-        b, numbers = _taken(numbers, each.b)
-        matrices[each.name] = LowRank(a, b)
+    for matrix in head.matrices:
+        a, numbers = _taken(numbers, matrix.a)
+        b, numbers = _taken(numbers, matrix.b)
+        matrices[matrix.name] = LowRank(a, b)
     return AdapterWeights(head.rank, matrices)
 
 

@@ -22,14 +22,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
 from pagoda.backends.modules import BackendModule, CalibrationTarget
-from pagoda.backends.registry import (
-    choose_backend,
-    has_weights,
-    load_backend,
-    load_pooling,
-    load_simulator,
-    runs_ranks,
-)
+from pagoda.backends.registry import choose_backend, has_weights, load_backend, load_pooling, load_simulator, runs_ranks
 from pagoda.common.backend import (
     Backend,
     BackendOptions,
@@ -66,7 +59,7 @@ from pagoda.common.engine.kv_cache.sizing import (
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
 from pagoda.common.engine.lora.store import AdapterStore
 from pagoda.common.engine.pooling.scheduler import pooling_core
-from pagoda.common.engine.sampling.rules import SamplerOptions
+from pagoda.common.engine.sampling.processors import SamplerOptions
 from pagoda.common.engine.speculative.device import DeviceDrafts
 from pagoda.common.engine.speculative.draft_lengths import DraftLengths
 from pagoda.common.engine.speculative.ngram import NgramProposer
@@ -84,7 +77,7 @@ from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.lora.peft import BaseModel
 from pagoda.common.weights.lora.weights import LoraOptions
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.core_client.ipc_messages import EncoderInfo, EngineInfo
+from pagoda.server.core_client.ipc_messages import EncoderInfo, EngineInfo, PoolingInfo
 from pagoda.server.processing.workers.grammar_check import structured_of
 from pagoda.server.settings.plugins import load_general_plugins, sampler_options, scheduler_of
 from pagoda.server.settings.resolve import Resolved, open_model, resolve
@@ -107,10 +100,10 @@ class BuiltEngine:
     core: EngineCore
     backend: Backend | PoolingBackend
     info: EngineInfo
-    hosts: LeadingBackend | FollowingBackend | None = None  # the backend again, if other hosts or ranks take part
-    sleeper: Sleeper | None = None  # with --enable-sleep-mode
-    structured: Structured | None = None  # compiles grammars; None without a tokenizer
-    memory: MemoryPlan | None = None  # of a generating model: one copy of it
+    hosts: LeadingBackend | FollowingBackend | None = None  # The backend again, if other hosts or ranks take part.
+    sleeper: Sleeper | None = None  # It exists with --enable-sleep-mode.
+    structured: Structured | None = None  # Compiles grammars; None without a tokenizer.
+    memory: MemoryPlan | None = None  # The plan of one copy of a generating model.
 
 
 class WorkerGroup(Protocol):
@@ -213,7 +206,7 @@ def _load(
     checkpoint = resolved.checkpoint
     weightless = not has_weights(resolved.backend)
     fetched = weightless or is_local(config.model.model)
-    if not fetched:  # downloaded only now that the model is known to be supported
+    if not fetched:  # The model is downloaded only now that it is known to be supported.
         with phases("fetch weights"):
             checkpoint = open_model(config, weights=True)
     stored = iter(()) if weightless else read_weights(config, checkpoint, resolved)
@@ -222,7 +215,7 @@ def _load(
         with phases(f"import {resolved.backend}"):
             module = importing.result()
         if resolved.pooling is not None:
-            return _assemble_pooling(resolved, weights, phases)
+            return _assemble_pooling(resolved, resolved.pooling, weights, phases)
         assembly = check_assembly(resolved, module)
         return assemble(resolved, module.create, assembly, checkpoint, weights, workers, phases)
     finally:
@@ -306,19 +299,19 @@ def assemble(
     if workers is not None:
         with phases("meet the others"):
             options = replace(options, rank=workers.arrive(checkpoint))
-    own = create(options)
-    together = None if workers is None else workers.joined(own)
-    backend: Backend = together or own
+    own_backend = create(options)
+    together = None if workers is None else workers.joined(own_backend)
+    backend: Backend = together or own_backend
     try:
         with phases("load weights"):
             if isinstance(checkpoint, ShardedCheckpoint):
-                cast(CheckpointBackend, own).load_checkpoint(checkpoint.folder)
+                cast(CheckpointBackend, own_backend).load_checkpoint(checkpoint.folder)
             else:
                 backend.load(weights)
         if resolved.drafter is not None:
             with phases("load drafter"):
                 drafter = read_drafter(config, resolved.drafter, checkpoint)
-                cast(DraftingBackend, own).load_drafter(drafter)
+                cast(DraftingBackend, own_backend).load_drafter(drafter)
         with phases("allocate KV cache"):
             memory = backend.plan_memory()
             num_blocks = memory.num_blocks
@@ -345,14 +338,13 @@ def assemble(
     store = _adapter_store(resolved, backend)
     make_scheduler = assembly.make_scheduler
     core = _generation_core(backend, resolved.layout, limits, num_blocks, copies, make_scheduler, structured, store)
-    core.profiler = step_profiler(config, own)
-    sleeping = own if isinstance(together, FollowingBackend) else backend
+    core.profiler = step_profiler(config, own_backend)
+    sleeping = own_backend if isinstance(together, FollowingBackend) else backend
     sleeper = _sleeper(config, sleeping, core, resolved) if config.model.enable_sleep_mode else None
     return BuiltEngine(core, backend, info, together, sleeper, structured, memory)
 
 
-def _assemble_pooling(resolved: Resolved, weights: Prefetch, phases: Phases) -> BuiltEngine:
-    assert resolved.pooling is not None, "a pooling model"
+def _assemble_pooling(resolved: Resolved, pooling: PoolingInfo, weights: Prefetch, phases: Phases) -> BuiltEngine:
     backend = _create_pooling(resolved)
     try:
         with phases("load weights"):
@@ -363,8 +355,8 @@ def _assemble_pooling(resolved: Resolved, weights: Prefetch, phases: Phases) -> 
         backend.close()
         raise
     memory = f"weights {backend.num_bytes / (1 << 30):.2f} GiB"
-    info = _info(resolved, backend, backend.limits, phases, memory=memory, pooling=resolved.pooling)
-    core = pooling_core(backend, backend.limits, resolved.pooling.tasks)
+    info = _info(resolved, backend, backend.limits, phases, memory=memory, pooling=pooling)
+    core = pooling_core(backend, backend.limits, pooling.tasks)
     core.profiler = step_profiler(resolved.config, backend)
     return BuiltEngine(core, backend, info)
 
@@ -379,9 +371,9 @@ def check_assembly(resolved: Resolved, module: BackendModule) -> Assembly:
     options = backend_options(resolved, sampler_options(config, view, resolved.backend))
     assembly = Assembly(scheduler_of(config, _drafter(resolved)), options)
     if config.cache.num_gpu_blocks_override is not None:
-        stated = stated_blocks(resolved.layout, resolved.limits, config.cache.num_gpu_blocks_override)
-        _fit(config, resolved.limits, resolved.layout, stated)
-    if config.parallel.nnodes == 1:  # else the devices are known once the hosts have met
+        stated_count = stated_blocks(resolved.layout, resolved.limits, config.cache.num_gpu_blocks_override)
+        _fit(config, resolved.limits, resolved.layout, stated_count)
+    if config.parallel.nnodes == 1:  # With several hosts the devices are known once the hosts have met.
         num_blocks = module.check(assembly.options)
         if num_blocks is not None:
             _fit(config, resolved.limits, resolved.layout, num_blocks)

@@ -24,12 +24,12 @@ from pagoda.common.distributed.messages import STEP_BYTES, End, RankInfo, receiv
 from pagoda.server.processing.workers.child import child_env, describe_exit
 
 LOOPBACK: Final = "127.0.0.1"
-RANK_MODULE: Final = "pagoda.server.startup.rank_process"  # run by name in the worker's process
+RANK_MODULE: Final = "pagoda.server.startup.rank_process"  # The worker's process runs this module by name.
 RANK_PROGRAM: Final = (sys.executable, "-P", "-m", RANK_MODULE)
 
-_SHUTDOWN_SECONDS: Final = 5.0  # from End or a lost connection to SIGKILL
+_SHUTDOWN_SECONDS: Final = 5.0  # Seconds from End or a lost connection to SIGKILL.
 _POLL_SECONDS: Final = 0.01
-_EXIT_SECONDS: Final = 1.0  # from the end of a worker's connection to the end of its process
+_EXIT_SECONDS: Final = 1.0  # Seconds from the end of a worker's connection to the end of its process.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,17 @@ class Worker:
     """A process that waits for its job on `connection`."""
 
     connection: socket.socket
-    name: str  # in messages
-    device: int  # index among the devices visible to it
-    exit_status: Callable[[], str]  # how it ended, after the connection ended; "" if unknown
+    name: str  # Name of the worker in messages.
+    device: int  # Index among the devices visible to the worker.
+    exit_status: Callable[[], str]  # How it ended, after the connection ended; "" if unknown.
 
 
 class Executor(Protocol):
     """Starts workers and ends all of them."""
 
-    host: str  # address at which workers reach rank 0
-    device: int  # rank 0's device, index among those visible to this process
-    sees_all: bool  # whether the devices of all ranks are visible to this process
+    host: str  # Address at which workers reach rank 0.
+    device: int  # Device of rank 0, as index among those visible to this process.
+    sees_all: bool  # Whether the devices of all ranks are visible to this process.
 
     def start(self) -> tuple[Worker, ...]:
         """Start the workers of ranks 1, 2, ... in rank order. Raises ConfigError or EngineDeadError."""

@@ -41,7 +41,7 @@ class Hosts:
     """Implements WorkerGroup with the other hosts."""
 
     rank: int
-    peers: tuple[Peer, ...]  # on host 0 all others, on the others host 0
+    peers: tuple[Peer, ...]  # On host 0 all others, on the others host 0.
     runtime: HostRuntime
 
     def arrive(self, checkpoint: Checkpoint) -> None:
@@ -135,9 +135,9 @@ def check_devices(hosts: Sequence[Host], sizes: ParallelSizes) -> str:
     available = sum(counts)
     if wanted == available or 0 in counts:
         return ""
-    each = ", ".join(f"{host} has {count}" for host, count in zip(hosts, counts))
+    devices = ", ".join(f"{host} has {count}" for host, count in zip(hosts, counts))
     return (
-        f"the model is sharded across {wanted} devices, but there are {available} ({each}); use all of them: "
+        f"the model is sharded across {wanted} devices, but there are {available} ({devices}); use all of them: "
         f"--tensor-parallel-size {available}"
     )
 

@@ -26,7 +26,8 @@ from pagoda.common.weights.files import NamedTensor
 from pagoda.common.weights.quantization.kv_scales import Scales, kv_scale_weights, without_kv_scales
 from pagoda.common.weights.quantization.on_the_fly import quantized
 from pagoda.common.weights.quantization.read import join_scales
-from pagoda.common.weights.quantization.tensors import Scheme, random_quantized
+from pagoda.common.weights.quantization.schemes import Scheme
+from pagoda.common.weights.quantization.tensors import random_quantized
 from pagoda.common.weights.rules import (
     apply_rules,
     check_names,
@@ -40,8 +41,8 @@ from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.settings.drafter import ResolvedDrafter, open_drafter
 from pagoda.server.settings.resolve import Resolved
 
-_SCALE = 0.02  # standard deviation of most published initialisations
-_POOL = 1 << 22  # distinct random numbers per dtype; larger parameters repeat them at a shifted start
+_SCALE = 0.02  # Standard deviation of most published initialisations.
+_POOL = 1 << 22  # Distinct random numbers per dtype; larger parameters repeat them at a shifted start.
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -77,16 +78,16 @@ def _is_norm(name: str) -> bool:
     return "norm" in name and not name.endswith("_bias")
 
 
-def with_progress(
-    tensors: Iterable[Weight], total: int, *, description: str = "Loading weights", disable: bool = False
-) -> Iterator[Weight]:
+def with_progress(tensors: Iterable[Weight], total: int, *, disable: bool = False) -> Iterator[Weight]:
     """Yield the tensors, with a progress bar on stderr of their bytes; no bar if `disable` or without a terminal."""
     if disable or not sys.stderr.isatty():
         yield from tensors
         return
     from tqdm import tqdm
 
-    with tqdm(total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr) as bar:
+    with tqdm(
+        total=total, desc="Loading weights", unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr
+    ) as bar:
         for name, array in tensors:
             yield name, array
             bar.update(array.nbytes)
@@ -98,11 +99,11 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
     Of a model that transformers computes: every tensor of the checkpoint, under its own name.
     """
     if isinstance(checkpoint, ShardedCheckpoint):
-        return iter(())  # the backend reads its arrays itself
+        return iter(())  # The backend reads its arrays itself.
     modules = resolved.runner.modules if resolved.runner is not None else None
     if isinstance(resolved.spec, TransformersSpec) or resolved.family is None:
-        whole = _stored(config, checkpoint)  # transformers renames them
-        return whole if modules is None else chain(whole, module_tensors(modules))
+        stored = _stored(config, checkpoint)  # The code of transformers renames them.
+        return stored if modules is None else chain(stored, module_tensors(modules))
     shapes = params(resolved.spec)
     if config.load.load_format == "dummy":
         return dummy_weights(shapes, config.model.seed, resolved.dtype, resolved.schemes)

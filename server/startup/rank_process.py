@@ -36,12 +36,12 @@ from pagoda.server.startup.ranks import FollowingRank
 
 Build = Callable[[EngineConfig, Usage, Gather], BuiltEngine]
 
-_RELEASE_SECONDS: Final = 5.0  # time limit for releasing the device
+_RELEASE_SECONDS: Final = 5.0  # Time limit for releasing the device, in seconds.
 
 
 def run_rank(connection: socket.socket, backend: str, build: Build = build_engine) -> int:
     """Receive the job, build the engine and follow rank 0 to the end. Returns the exit status."""
-    import_backend(backend)  # takes seconds, meanwhile rank 0 opens the checkpoint
+    import_backend(backend)  # This takes seconds; meanwhile rank 0 opens the checkpoint.
     try:
         job = receive_job(connection)
     except (EOFError, OSError):
@@ -57,7 +57,7 @@ def run_rank(connection: socket.socket, backend: str, build: Build = build_engin
         finally:
             threading.Thread(target=_exit_after, args=(_RELEASE_SECONDS,), daemon=True).start()
             built.backend.close()
-    except Exception as error:  # rank 0 has received it
+    except Exception as error:  # Rank 0 has received the error.
         if not isinstance(error, PagodaError | MemoryError):
             traceback.print_exc()
         return 1
@@ -84,12 +84,13 @@ def _exit_after(seconds: float) -> None:
 def main(build: Build = build_engine) -> NoReturn:
     """Run the rank of the command line's DESCRIPTOR and BACKEND."""
     faulthandler.enable()
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group by a terminal or
-        signal.signal(number, signal.SIG_IGN)  # service manager; rank 0 decides what to do
+    # A terminal or service manager sends them to the whole process group; rank 0 decides what to do.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     status = run_rank(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], build)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # daemon threads hold devices; an orderly interpreter exit would wait for them
+    os._exit(status)  # Daemon threads hold devices; an orderly interpreter exit would wait for them.
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from pagoda.server.startup.ray_executor import RayExecutor
 
 T = TypeVar("T")
 
-_FOLLOWER_LOG_LEVELS: Final = {"DEBUG": "DEBUG", "INFO": "WARNING"}  # by rank 0's level
+_FOLLOWER_LOG_LEVELS: Final = {"DEBUG": "DEBUG", "INFO": "WARNING"}  # Log level of rank 0 -> that of the others.
 
 
 class LeadingRanks:
@@ -49,7 +49,9 @@ class LeadingRanks:
     def start(self) -> None:
         """Start the other ranks, which wait for their jobs."""
         self._workers = self._executor.start()
-        self._peers = tuple(Peer(each.connection, each.name, exit_status=each.exit_status) for each in self._workers)
+        self._peers = tuple(
+            Peer(worker.connection, worker.name, exit_status=worker.exit_status) for worker in self._workers
+        )
 
     def arrive(self, checkpoint: Checkpoint) -> RankLink:
         """Send each rank its job, and form the process group."""
@@ -58,12 +60,12 @@ class LeadingRanks:
         _check_devices(self._runtime, self._executor, size)
         listener = socket.create_server((self._executor.host, 0))
         host, port = listener.getsockname()[:2]
-        own = RankInfo(rank=0, size=size, device=device, host=host, port=port)
+        leader = RankInfo(rank=0, size=size, device=device, host=host, port=port)
         for rank, (worker, peer) in enumerate(zip(self._workers, self._peers), 1):
             other = RankInfo(rank=rank, size=size, device=worker.device, host=host, port=port)
             config = _config_of(self._config, checkpoint, rank)
             peer.send_bytes(encode(Job(config=config, usage=self._usage, rank=other)))
-        self._comm = _run_while_alive(self._peers, lambda: self._runtime.join(own, listener))
+        self._comm = _run_while_alive(self._peers, lambda: self._runtime.join(leader, listener))
         return RankLink(self._comm, device)
 
     def joined(self, backend: Backend) -> LeadingBackend:
@@ -93,7 +95,8 @@ class LeadingRanks:
 @contextmanager
 def leading(resolved: Resolved, usage: Usage) -> Iterator[LeadingRanks]:
     """Start the other ranks for the duration of the build; an error in it ends them. Raises ConfigError."""
-    ranks = LeadingRanks(resolved, usage, *_runtime_and_executor(resolved))
+    runtime, executor = _runtime_and_executor(resolved)
+    ranks = LeadingRanks(resolved, usage, runtime, executor)
     try:
         ranks.start()
         yield ranks

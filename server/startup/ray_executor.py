@@ -102,8 +102,8 @@ class RayExecutor:
                 "--tensor-parallel-size",
                 f"{self._size} ranks need {self._size} GPUs, the Ray cluster has {available}; use fewer, or add nodes",
             )
-        each = {"GPU": 1} if self._gpus else {"CPU": 1}
-        bundles: list[dict[str, float]] = [dict(each) for _ in range(self._size)]
+        bundle = {"GPU": 1} if self._gpus else {"CPU": 1}
+        bundles: list[dict[str, float]] = [dict(bundle) for _ in range(self._size)]
         bundles[0][f"node:{self.host}"] = 0.001
         group = self._ray.util.placement_group(bundles, strategy="PACK")
         if not group.wait(_PLACEMENT_SECONDS):

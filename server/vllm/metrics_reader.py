@@ -59,17 +59,19 @@ def snapshot(registry: Collector) -> list[Metric]:
 def _metrics(family: Family) -> Iterator[Metric]:
     match family.type:
         case "gauge":
-            yield from (Gauge(family.name, dict(each.labels), each.value) for each in _named(family, ""))
+            yield from (Gauge(family.name, dict(sample.labels), sample.value) for sample in _named(family, ""))
         case "counter" if family.name == PER_POSITION:
             yield from _vectors(_named(family, "_total"), family.name)
         case "counter":
-            yield from (Counter(family.name, dict(each.labels), int(each.value)) for each in _named(family, "_total"))
+            yield from (
+                Counter(family.name, dict(sample.labels), int(sample.value)) for sample in _named(family, "_total")
+            )
         case "histogram":
             yield from _histograms(family)
 
 
 def _named(family: Family, suffix: str) -> list[Sample]:
-    return [each for each in family.samples if each.name == family.name + suffix]
+    return [sample for sample in family.samples if sample.name == family.name + suffix]
 
 
 def _vectors(samples: Iterable[Sample], name: str) -> Iterator[Vector]:
@@ -79,11 +81,11 @@ def _vectors(samples: Iterable[Sample], name: str) -> Iterator[Vector]:
 
 
 def _histograms(family: Family) -> Iterator[Histogram]:
-    counts = {_key(each.labels): each.value for each in _named(family, "_count")}
-    sums = {_key(each.labels): each.value for each in _named(family, "_sum")}
+    counts = {_key(sample.labels): sample.value for sample in _named(family, "_count")}
+    sums = {_key(sample.labels): sample.value for sample in _named(family, "_sum")}
     for labels, buckets in _grouped(_named(family, "_bucket"), "le"):
-        whole = {limit: int(count) for limit, count in buckets.items()}
-        yield Histogram(family.name, dict(labels), int(counts[labels]), sums[labels], whole)
+        counts_by_limit = {limit: int(count) for limit, count in buckets.items()}
+        yield Histogram(family.name, dict(labels), int(counts[labels]), sums[labels], counts_by_limit)
 
 
 Labels = tuple[tuple[str, str], ...]
@@ -92,9 +94,9 @@ Labels = tuple[tuple[str, str], ...]
 def _grouped(samples: Iterable[Sample], label: str) -> Sequence[tuple[Labels, dict[str, float]]]:
     """Return, by the other labels, the values by `label`."""
     groups: dict[Labels, dict[str, float]] = {}
-    for each in samples:
-        others = {name: value for name, value in each.labels.items() if name != label}
-        groups.setdefault(_key(others), {})[each.labels[label]] = each.value
+    for sample in samples:
+        others = {name: value for name, value in sample.labels.items() if name != label}
+        groups.setdefault(_key(others), {})[sample.labels[label]] = sample.value
     return list(groups.items())
 
 

@@ -37,7 +37,7 @@ MISSING_METHODS: Final[Mapping[str, Mapping[str, str]]] = {
 class ExplainsMissingMethods:
     """A class whose missing methods of vLLM raise an AttributeError that has the reason."""
 
-    if not TYPE_CHECKING:  # else the checker would accept any attribute
+    if not TYPE_CHECKING:  # With this method the checker would accept any attribute.
 
         def __getattr__(self, name: str) -> NoReturn:
             for kind in type(self).__mro__:

@@ -17,7 +17,7 @@ _PARAMS: Final = "pagoda.common.sampling_params"
 _FLAGS: Final = "pagoda.server.settings.flags"
 _HELPERS: Final = "pagoda.server.vllm.script_helpers"
 _REQUESTS: Final = "pagoda.server.vllm.request_types"
-_PROCESSORS: Final = "pagoda.common.engine.sampling.batch_processors"
+_PROCESSORS: Final = "pagoda.server.vllm.logits_processors"
 _PARSERS: Final = "pagoda.server.vllm.parser_interface"
 
 _KEYS: Final = (
@@ -254,15 +254,15 @@ def _import(word: str) -> str:
     if alias:
         return f"from {HOMES[name]} import {name} as {alias}"
     if name in RENAMED:
-        module, own = RENAMED[name]
-        return f"from {module} import {own} as {name}"
+        module, target = RENAMED[name]
+        return f"from {module} import {target} as {name}"
     return f"from {HOMES[name]} import {name} as {name}"
 
 
 def public_object(name: str) -> Any:
     """Import and return what a public name stands for."""
-    module, own = RENAMED.get(name) or (HOMES[name], name)
-    return getattr(import_module(module), own)
+    module, target = RENAMED.get(name) or (HOMES[name], name)
+    return getattr(import_module(module), target)
 
 
 def find(fullname: str) -> ModuleSpec | None:

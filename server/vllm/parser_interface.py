@@ -384,7 +384,7 @@ class ParserClasses(Generic[ParserT]):
         if not (isinstance(parser, type) and issubclass(parser, self._base)):
             raise TypeError(f"{parser!r} is not a subclass of {self._base.__name__}")
         names = [name] if isinstance(name, str) else list(name or [parser.__name__])
-        taken = [each for each in names if each in self and not force]
+        taken = [name for name in names if name in self and not force]
         if taken:
             raise KeyError(f"a parser {taken[0]!r} is registered already")
         self._classes |= dict.fromkeys(names, parser)
@@ -407,17 +407,14 @@ class ParserClasses(Generic[ParserT]):
         return register
 
 
-class ToolParserManager:
-    """The registered tool parsers."""
+class ParserManager:
+    """What the managers of parsers have in common: registration under names."""
 
-    parsers: ClassVar[ParserClasses[ToolParser]] = ParserClasses(ToolParser)
+    parsers: ClassVar[ParserClasses[Any]]
 
     @classmethod
     def register_module(
-        cls,
-        name: str | Sequence[str] | None = None,
-        force: bool = True,
-        module: type[ToolParser] | None = None,
+        cls, name: str | Sequence[str] | None = None, force: bool = True, module: type[Any] | None = None
     ) -> Any:
         """Register a class under one or more names, by default its own; without `module`, return a decorator."""
         return cls.parsers.registering(name, force, module)
@@ -426,47 +423,33 @@ class ToolParserManager:
     def register_lazy_module(cls, name: str, module_path: str, class_name: str) -> None:
         """Register a class that is imported when it is used."""
         cls.parsers.add_lazy(name, module_path, class_name)
+
+    @classmethod
+    def list_registered(cls) -> list[str]:
+        """Return the registered names."""
+        return cls.parsers.names()
+
+
+class ToolParserManager(ParserManager):
+    """The registered tool parsers."""
+
+    parsers: ClassVar[ParserClasses[ToolParser]] = ParserClasses(ToolParser)
 
     @classmethod
     def get_tool_parser(cls, name: str) -> type[ToolParser]:
         """Return a registered class. Raise KeyError."""
         return cls.parsers.get(name)
 
-    @classmethod
-    def list_registered(cls) -> list[str]:
-        """Return the registered names."""
-        return cls.parsers.names()
 
-
-class ReasoningParserManager:
+class ReasoningParserManager(ParserManager):
     """The registered reasoning parsers."""
 
     parsers: ClassVar[ParserClasses[ReasoningParser]] = ParserClasses(ReasoningParser)
 
     @classmethod
-    def register_module(
-        cls,
-        name: str | Sequence[str] | None = None,
-        force: bool = True,
-        module: type[ReasoningParser] | None = None,
-    ) -> Any:
-        """Register a class under one or more names, by default its own; without `module`, return a decorator."""
-        return cls.parsers.registering(name, force, module)
-
-    @classmethod
-    def register_lazy_module(cls, name: str, module_path: str, class_name: str) -> None:
-        """Register a class that is imported when it is used."""
-        cls.parsers.add_lazy(name, module_path, class_name)
-
-    @classmethod
     def get_reasoning_parser(cls, name: str) -> type[ReasoningParser]:
         """Return a registered class. Raise KeyError."""
         return cls.parsers.get(name)
-
-    @classmethod
-    def list_registered(cls) -> list[str]:
-        """Return the registered names."""
-        return cls.parsers.names()
 
 
 # Helpers that plugins use.

@@ -68,14 +68,14 @@ class VllmToolFormat:
     def parser(self, tools: Sequence[Tool]) -> Parser:
         """Return a parser for one output. Raise PluginError if its constructor fails."""
         request = self.request or ParserRequest()
-        made = self._construct(request)
+        parser = self._construct(request)
         if not request.stream:
-            return _WholeCalls(self._plugin, made, request)
-        return _StreamedCalls(self._plugin, made, request, _encode(self.tokenizer))
+            return _WholeCalls(self._plugin, parser, request)
+        return _StreamedCalls(self._plugin, parser, request, _encode(self.tokenizer))
 
     def _construct(self, request: ParserRequest) -> ToolParser:
         tools = request.tools or []
-        takes_tools = _num_positional(self.make) > 1  # older parsers take the tokenizer alone
+        takes_tools = _num_positional(self.make) > 1  # Older parsers take the tokenizer alone.
         tokenizer = _required(self.tokenizer)
         arguments = (tokenizer, tools) if takes_tools else (tokenizer,)
         return _call(self._plugin, partial(self.make, *arguments))
@@ -100,9 +100,9 @@ class VllmReasoningFormat:
         """Return the format for a model's tokenizer. Raise ConfigError if the parser cannot be constructed."""
         format = replace(self, tokenizer=PluginTokenizer(tokenizer))
         try:
-            made = format._construct(ParserRequest())
-            start = made.reasoning_start_str
-            end = made.reasoning_end_str
+            parser = format._construct(ParserRequest())
+            start = parser.reasoning_start_str
+            end = parser.reasoning_end_str
         except PluginError as error:
             raise ConfigError("--reasoning-parser", str(error)) from error
         return replace(format, starts=(start,) if start else (), ends=(end,) if end else ())
@@ -117,24 +117,24 @@ class VllmReasoningFormat:
 
     def thinks(self, prompt: str) -> bool:
         """Return whether output for this prompt may start with reasoning: the prompt has not ended it."""
-        made = self._construct(self.request or ParserRequest())
-        return not _call(self._plugin, partial(made.is_reasoning_end, _encode(self.tokenizer)(prompt)))
+        parser = self._construct(self.request or ParserRequest())
+        return not _call(self._plugin, partial(parser.is_reasoning_end, _encode(self.tokenizer)(prompt)))
 
     def parser(self, prompt: str) -> Parser:
         """Return a parser for one output. Raise PluginError if its constructor fails."""
         request = self.request or ParserRequest()
-        made = self._construct(request)
+        parser = self._construct(request)
         if not request.stream:
-            return _WholeReasoning(self._plugin, made, request)
+            return _WholeReasoning(self._plugin, parser, request)
         encode = _encode(self.tokenizer)
         prompt_ids = encode(prompt)
-        ended = _call(self._plugin, partial(made.is_reasoning_end, prompt_ids))
+        ended = _call(self._plugin, partial(parser.is_reasoning_end, prompt_ids))
         if not ended:
-            _call(self._plugin, partial(made.adjust_initial_state_from_prompt, prompt_ids))
-        return _StreamedReasoning(self._plugin, made, encode, ended=ended)
+            _call(self._plugin, partial(parser.adjust_initial_state_from_prompt, prompt_ids))
+        return _StreamedReasoning(self._plugin, parser, encode, ended=ended)
 
     def _construct(self, request: ParserRequest) -> ReasoningParser:
-        kinds = {each.kind for each in inspect.signature(self.make).parameters.values()}
+        kinds = {parameter.kind for parameter in inspect.signature(self.make).parameters.values()}
         takes_keywords = inspect.Parameter.VAR_KEYWORD in kinds
         keywords = {"chat_template_kwargs": request.chat_template_kwargs} if takes_keywords else {}
         make: Callable[..., ReasoningParser] = self.make
@@ -161,9 +161,11 @@ def reasoning_plugin(name: str) -> VllmReasoningFormat | None:
 
 
 class _WholeText:
-    """Collects the text until the output ends."""
+    """Collects the text until the output ends, for a parser that reads all of it at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, plugin: str, request: ParserRequest) -> None:
+        self._plugin = plugin
+        self._request = request
         self._parts: list[str] = []
 
     def feed(self, text: str) -> list[Event]:
@@ -176,14 +178,12 @@ class _WholeText:
 
 
 class _WholeCalls(_WholeText):
-    def __init__(self, plugin: str, made: ToolParser, request: ParserRequest) -> None:
-        super().__init__()
-        self._plugin = plugin
-        self._made = made
-        self._request = request
+    def __init__(self, plugin: str, parser: ToolParser, request: ParserRequest) -> None:
+        super().__init__(plugin, request)
+        self._parser = parser
 
     def finish(self) -> list[Event]:
-        parsed = _call(self._plugin, partial(self._made.extract_tool_calls, self.text, self._request))
+        parsed = _call(self._plugin, partial(self._parser.extract_tool_calls, self.text, self._request))
         if not isinstance(parsed, ExtractedToolCallInformation):
             raise _wrong_result(self._plugin, "extract_tool_calls", "ExtractedToolCallInformation", parsed)
         if not parsed.tools_called:
@@ -197,14 +197,12 @@ class _WholeCalls(_WholeText):
 
 
 class _WholeReasoning(_WholeText):
-    def __init__(self, plugin: str, made: ReasoningParser, request: ParserRequest) -> None:
-        super().__init__()
-        self._plugin = plugin
-        self._made = made
-        self._request = request
+    def __init__(self, plugin: str, parser: ReasoningParser, request: ParserRequest) -> None:
+        super().__init__(plugin, request)
+        self._parser = parser
 
     def finish(self) -> list[Event]:
-        parsed = _call(self._plugin, partial(self._made.extract_reasoning, self.text, self._request))
+        parsed = _call(self._plugin, partial(self._parser.extract_reasoning, self.text, self._request))
         match parsed:
             case (str() | None as reasoning, str() | None as content):
                 return [Reasoning(reasoning or ""), Content(content or "")]
@@ -231,23 +229,23 @@ class _StreamedCalls:
     """Implements TokenParser."""
 
     def __init__(
-        self, plugin: str, made: ToolParser, request: ParserRequest, encode: Callable[[str], list[int]]
+        self, plugin: str, parser: ToolParser, request: ParserRequest, encode: Callable[[str], list[int]]
     ) -> None:
         self._plugin = plugin
-        self._made = made
+        self._parser = parser
         self._request = request
         self._encode = encode
         self._history = _TokenHistory()
-        self._ids: dict[int, str] = {}  # of calls whose name has not come yet
+        self._ids: dict[int, str] = {}  # Ids of calls whose name has not come yet.
         self._named: set[int] = set()
-        self._last_call: int | None = None  # in the last delta
+        self._last_call: int | None = None  # The last call of the last delta.
 
     def feed(self, text: str) -> list[Event]:
         return self.feed_tokens(text, None)
 
     def feed_tokens(self, text: str, token_ids: Sequence[int] | None) -> list[Event]:
         ids = self._encode(text) if token_ids is None else list(token_ids)
-        extract = partial(self._made.extract_tool_calls_streaming, *self._history.extended(text, ids))
+        extract = partial(self._parser.extract_tool_calls_streaming, *self._history.extended(text, ids))
         delta = _call(self._plugin, partial(extract, self._request))
         events = _text_events(self._plugin, "extract_tool_calls_streaming", delta)
         if delta is None:
@@ -268,7 +266,7 @@ class _StreamedCalls:
     def finish(self) -> list[Event]:
         if self._last_call is None or self._last_call not in self._named:
             return []
-        rest = _call(self._plugin, self._made.get_remaining_unstreamed_args)
+        rest = _call(self._plugin, self._parser.get_remaining_unstreamed_args)
         return [Arguments(self._last_call, rest)] if rest else []
 
     def _check_named(self, index: int) -> None:
@@ -279,9 +277,11 @@ class _StreamedCalls:
 class _StreamedReasoning:
     """Implements TokenParser."""
 
-    def __init__(self, plugin: str, made: ReasoningParser, encode: Callable[[str], list[int]], *, ended: bool) -> None:
+    def __init__(
+        self, plugin: str, parser: ReasoningParser, encode: Callable[[str], list[int]], *, ended: bool
+    ) -> None:
         self._plugin = plugin
-        self._made = made
+        self._parser = parser
         self._encode = encode
         self._ended = ended
         self._history = _TokenHistory()
@@ -291,10 +291,12 @@ class _StreamedReasoning:
 
     def feed_tokens(self, text: str, token_ids: Sequence[int] | None) -> list[Event]:
         if self._ended:
-            return [Content(text)]  # even without text: the next stage reads the token ids
+            return [Content(text)]  # Even without text the next stage reads the token ids.
         ids = self._encode(text) if token_ids is None else list(token_ids)
-        delta = _call(self._plugin, partial(self._made.extract_reasoning_streaming, *self._history.extended(text, ids)))
-        ended = partial(self._made.is_reasoning_end_streaming, self._history.ids, ids)
+        delta = _call(
+            self._plugin, partial(self._parser.extract_reasoning_streaming, *self._history.extended(text, ids))
+        )
+        ended = partial(self._parser.is_reasoning_end_streaming, self._history.ids, ids)
         self._ended = bool(_call(self._plugin, ended))
         return _text_events(self._plugin, "extract_reasoning_streaming", delta)
 
@@ -313,8 +315,8 @@ def _text_events(plugin: str, method: str, delta: Any) -> list[Event]:
     return [*events, Content(delta.content)] if delta.content else events
 
 
-def _adjusted(plugin: str, made: ToolParser | ReasoningParser, request: ParserRequest) -> ParserRequest:
-    changed = _call(plugin, partial(made.adjust_request, copy(request)))
+def _adjusted(plugin: str, parser: ToolParser | ReasoningParser, request: ParserRequest) -> ParserRequest:
+    changed = _call(plugin, partial(parser.adjust_request, copy(request)))
     if not isinstance(changed, ParserRequest):
         raise _wrong_result(plugin, "adjust_request", "the request", changed)
     return changed
@@ -332,7 +334,7 @@ def _encode(tokenizer: PluginTokenizer | None) -> Callable[[str], list[int]]:
 
 def _num_positional(make: Callable[..., Any]) -> int:
     """Return the number of positional arguments that a callable takes, at most 2 of any number."""
-    kinds = [each.kind for each in inspect.signature(make).parameters.values()]
+    kinds = [parameter.kind for parameter in inspect.signature(make).parameters.values()]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return 2 if inspect.Parameter.VAR_POSITIONAL in kinds else sum(kind in positional for kind in kinds)
 

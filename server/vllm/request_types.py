@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NotRequired, TypedDict, TypeVar
 class _PromptKeys(TypedDict):
     """Further keys of every prompt. Media are refused when the request is made."""
 
-    cache_salt: NotRequired[str]  # prompts with different ones share no cached KV
+    cache_salt: NotRequired[str]  # Prompts with different salts share no cached KV.
     multi_modal_data: NotRequired[Mapping[str, Any] | None]
     multi_modal_uuids: NotRequired[Mapping[str, Any] | None]
     mm_processor_kwargs: NotRequired[Mapping[str, Any] | None]
@@ -31,14 +31,14 @@ class TokensPrompt(_PromptKeys):
     """Token ids."""
 
     prompt_token_ids: Sequence[int]
-    prompt: NotRequired[str]  # their text, for the output
+    prompt: NotRequired[str]  # Text of the token ids, for the output.
     token_type_ids: NotRequired[Sequence[int]]
 
 
 class EmbedsPrompt(_PromptKeys):
     """Embeddings in place of tokens, with --enable-prompt-embeds."""
 
-    prompt_embeds: Any  # torch tensor or array [tokens, width]
+    prompt_embeds: Any  # Torch tensor or array [tokens, width].
     prompt: NotRequired[str]
 
 
@@ -159,36 +159,36 @@ def _config(path: Path) -> dict[str, Any]:
 class RequestOptions(TypedDict, total=False):
     """Options of one request to AsyncLLM or LLMEngine; those without effect are vLLM's."""
 
-    arrival_time: float | None  # Unix seconds; None: now
-    lora_request: LoRARequest | None  # the adapter, with enable_lora
-    tokenization_kwargs: Mapping[str, Any] | None  # add_special_tokens, truncate_prompt_tokens, truncation_side
-    trace_headers: Mapping[str, str] | None  # traceparent and tracestate of the parent of the request's span
-    priority: int  # smaller values run first, with scheduling_policy="priority"
-    prompt_text: str | None  # the text of a prompt that is given as token ids
-    data_parallel_rank: int | None  # no effect: the replica is chosen by load and cached prefixes
-    session_id: str | None  # no effect, likewise
-    kv_hints: object  # no effect, likewise
-    reasoning_ended: bool | None  # no effect: the prompt tells
-    reasoning_parser_kwargs: Mapping[str, Any] | None  # no effect, likewise
+    arrival_time: float | None  # Unix seconds; None: now.
+    lora_request: LoRARequest | None  # The adapter, with enable_lora.
+    tokenization_kwargs: Mapping[str, Any] | None  # Keys: add_special_tokens, truncate_prompt_tokens, truncation_side.
+    trace_headers: Mapping[str, str] | None  # Headers traceparent and tracestate of the parent of the request's span.
+    priority: int  # Smaller values run first, with scheduling_policy="priority".
+    prompt_text: str | None  # The text of a prompt that is given as token ids.
+    data_parallel_rank: int | None  # It has no effect: the replica is chosen by load and cached prefixes.
+    session_id: str | None  # It has no effect: the replica is chosen by load and cached prefixes.
+    kv_hints: object  # It has no effect: the replica is chosen by load and cached prefixes.
+    reasoning_ended: bool | None  # It has no effect: the prompt tells.
+    reasoning_parser_kwargs: Mapping[str, Any] | None  # It has no effect: the prompt tells.
 
 
 class BatchOptions(TypedDict, total=False):
     """Options of a call that generates for a list of prompts. A list is paired with the prompts."""
 
-    use_tqdm: bool | Callable[..., Any]  # show a progress bar on stderr, or call this like tqdm; default: True
-    lora_request: LoRARequest | Sequence[LoRARequest | None] | None  # with enable_lora
-    priority: int | Sequence[int] | None  # smaller values run first, with scheduling_policy="priority"
-    tokenization_kwargs: Mapping[str, Any] | None  # add_special_tokens, truncate_prompt_tokens, truncation_side
-    mm_processor_kwargs: Mapping[str, Any] | None  # refused: this version serves text only
+    use_tqdm: bool | Callable[..., Any]  # Show a progress bar on stderr, or call this like tqdm; default: True.
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None  # The adapters, with enable_lora.
+    priority: int | Sequence[int] | None  # Smaller values run first, with scheduling_policy="priority".
+    tokenization_kwargs: Mapping[str, Any] | None  # Keys: add_special_tokens, truncate_prompt_tokens, truncation_side.
+    mm_processor_kwargs: Mapping[str, Any] | None  # It is refused: this version serves text only.
 
 
 class PoolingCallOptions(TypedDict, total=False):
     """Options of a call that pools a list of prompts."""
 
-    use_tqdm: bool | Callable[..., Any]  # show a progress bar on stderr, or call this like tqdm; default: True
-    lora_request: None  # refused: pooling has no adapters
-    tokenization_kwargs: Mapping[str, Any] | None  # add_special_tokens, truncate_prompt_tokens, truncation_side
-    truncate_prompt_tokens: int | None  # as in tokenization_kwargs
+    use_tqdm: bool | Callable[..., Any]  # Show a progress bar on stderr, or call this like tqdm; default: True.
+    lora_request: None  # It is refused: pooling has no adapters.
+    tokenization_kwargs: Mapping[str, Any] | None  # Keys: add_special_tokens, truncate_prompt_tokens, truncation_side.
+    truncate_prompt_tokens: int | None  # The same as the key of tokenization_kwargs.
 
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
@@ -202,7 +202,9 @@ def shows_options(options: type, **defaults: object) -> Callable[[MethodT], Meth
 
     def decorate(method: MethodT) -> MethodT:
         signature = inspect.signature(method)
-        named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        named_parameters = [
+            parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
+        ]
         shown = [
             inspect.Parameter(
                 name,
@@ -213,7 +215,7 @@ def shows_options(options: type, **defaults: object) -> Callable[[MethodT], Meth
             for name, annotation in options.__annotations__.items()
             if name not in signature.parameters
         ]
-        method.__signature__ = signature.replace(parameters=[*named, *shown])  # type: ignore[attr-defined]
+        method.__signature__ = signature.replace(parameters=[*named_parameters, *shown])  # type: ignore[attr-defined]
         return method
 
     return decorate

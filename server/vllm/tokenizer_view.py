@@ -39,7 +39,8 @@ class HfTokenizer:
         """`name`: of the model; `max_length`: tokens that the model takes."""
         self._tokenizer = tokenizer
         self.name_or_path = name
-        self.model_max_length = int(1e30) if max_length is None else max_length  # Hugging Face's "no limit"
+        # Hugging Face's "no limit" is this number.
+        self.model_max_length = int(1e30) if max_length is None else max_length
         self.padding_side: Literal["left", "right"] = "right"
         self.truncation_side: Literal["left", "right"] = "right"
 
@@ -70,7 +71,7 @@ class HfTokenizer:
         limit = (max_length or self.model_max_length) if truncation else None
         single = isinstance(text, str)
         texts = [text] if isinstance(text, str) else list(text)
-        rows = [self._ids(each, text_pair, add_special_tokens, limit) for each in texts]
+        rows = [self._ids(text, text_pair, add_special_tokens, limit) for text in texts]
         masks = [[1] * len(row) for row in rows]
         if padding:
             longest = max_length if padding == "max_length" else max(map(len, rows), default=0)
@@ -83,7 +84,7 @@ class HfTokenizer:
         if return_offsets_mapping:
             if text_pair is not None or padding or limit is not None:
                 raise ValueError("return_offsets_mapping is for single texts, neither padded nor truncated")
-            result["offset_mapping"] = [self._tokenizer.offsets(each, add_special_tokens) for each in texts]
+            result["offset_mapping"] = [self._tokenizer.offsets(text, add_special_tokens) for text in texts]
         if return_tensors is not None:
             if len({len(row) for row in rows}) > 1:
                 raise ValueError("texts of several lengths make no tensor; set padding=True")
@@ -110,7 +111,7 @@ class HfTokenizer:
 
     def batch_decode(self, sequences: Sequence[Ids], skip_special_tokens: bool = False) -> list[str]:
         """Return the text of each sequence of ids."""
-        return [self.decode(each, skip_special_tokens) for each in sequences]
+        return [self.decode(sequence, skip_special_tokens) for sequence in sequences]
 
     def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
         """Return the tokens of a text as the vocabulary spells them."""
@@ -126,9 +127,9 @@ class HfTokenizer:
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """Return the id of a token, or the ids of several; of unknown ones that of the unknown token, or None."""
         if isinstance(tokens, str):
-            found = self._tokenizer.backend.token_to_id(tokens)
-            return self.unk_token_id if found is None else found
-        return [self.convert_tokens_to_ids(each) for each in tokens]
+            token_id = self._tokenizer.backend.token_to_id(tokens)
+            return self.unk_token_id if token_id is None else token_id
+        return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
         """Return the text of tokens as the vocabulary spells them."""
@@ -160,7 +161,7 @@ class HfTokenizer:
         texts = [
             render_chat(
                 self._tokenizer,
-                each,  # type: ignore[arg-type]
+                messages,  # type: ignore[arg-type]
                 template=chat_template,
                 tools=tools,
                 documents=documents,
@@ -168,12 +169,12 @@ class HfTokenizer:
                 continue_final_message=continue_final_message,
                 **variables,
             )
-            for each in ([conversation] if single else conversation)
+            for messages in ([conversation] if single else conversation)
         ]
-        given = texts[0] if single else texts
+        rendered = texts[0] if single else texts
         if not tokenize:
-            return given
-        tokens = self(given, add_special_tokens=False, return_tensors=return_tensors)
+            return rendered
+        tokens = self(rendered, add_special_tokens=False, return_tensors=return_tensors)
         return tokens if return_dict else tokens.input_ids
 
     def get_vocab(self) -> dict[str, int]:

@@ -80,7 +80,7 @@ def pages_of(layout: LatentLayout | PagedKvLayout, *numbers: jax.Array) -> jax.A
 def run(arguments: dict[str, Any], *, decode: bool, **options: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the selected blocks, the attention to them, and the cache with new keys and values."""
     (layout, index), rule = arguments["layouts"], arguments["rule"]
-    knobs = make_knobs(0.1, *(None,) * 6)
+    knobs = make_knobs(0.1)
 
     @jax.jit
     def both(

@@ -15,7 +15,7 @@ from support.kernels.ragged_batch import STRICT, races_found
 from support.kernels.small_kernels import compile_for_tpu
 
 from pagoda.benchmarks.tpu.aot.shapes.grouped_matmul import SPECS
-from pagoda.common.weights.quantization.tensors import E2M1
+from pagoda.common.weights.quantization.schemes import E2M1
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.kernels_pallas.grouped_matmul import grouped_matmul, kernel
 from pagoda.kernels_pallas.grouped_matmul.kernel import MatmulBlockSizes, choose_block_sizes, for_quantized, visits

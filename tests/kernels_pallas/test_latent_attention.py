@@ -161,7 +161,7 @@ def test_expanded_heads_attend_as_absorbed_ones(dtype: str, tolerance: float) ->
     np.testing.assert_array_equal(np.asarray(written).view(np.uint32), np.asarray(cache).view(np.uint32))
     np.testing.assert_array_equal(np.asarray(decoded[0], np.float32), np.asarray(mixed[0], np.float32))
     expected = jnp.einsum("tnr,nvr->tnv", mixed.astype(jnp.float32), kv_up[:, 12:].astype(jnp.float32))
-    knobs, layer = make_knobs(SCALE, *(None,) * 6), jnp.int32(LAYER)
+    knobs, layer = make_knobs(SCALE), jnp.int32(LAYER)
     expanded = jax.jit(partial(expanded_attention, heads=shape, chip=CHIPS["v6e"], **options))
     out = expanded(q, kv_up, cache, layer, batch, knobs, plan)
     assert not races_found()

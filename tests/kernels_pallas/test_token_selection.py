@@ -129,7 +129,7 @@ def step(
     shared = {"layer": layer, "batch": batch, "top": TOP, **options}
     selection = select_tokens(queries, weights, keys, layout=key_layout, **shared)
     options |= {"layout": layout, "decode_only": False, "chip": CHIPS["v6e"]}
-    knobs = make_knobs(SCALE, *(None,) * 6)
+    knobs = make_knobs(SCALE)
     return keys, latents, selection, selected_attention(q, latents, layer, batch, knobs, selection, **options)
 
 

@@ -20,7 +20,7 @@ from support.checkpoints.quantized_folder import MXFP4, compressed_tensors, fp8,
 from support.checkpoints.tiny_folder import write_model
 from support.engines.reference_driver import random_weights, tiny_spec
 
-from pagoda.backends.registry import load_scheme_support, quantizes
+from pagoda.backends.registry import load_schemes
 from pagoda.common.backend import Weight
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.config.groups.model import RUNTIME_QUANTIZATIONS
@@ -33,7 +33,8 @@ from pagoda.common.weights.checkpoint import open_checkpoint
 from pagoda.common.weights.quantization.config import parameter_schemes
 from pagoda.common.weights.quantization.on_the_fly import METHODS, quantize_on_the_fly, scheme_of
 from pagoda.common.weights.quantization.read import join_scales, read_quantization, without_quantization
-from pagoda.common.weights.quantization.tensors import Float8, Int4, QuantizedTensor, Scheme
+from pagoda.common.weights.quantization.schemes import Float8, Int4, Scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.common.weights.rules import apply_rules, sources
 from pagoda.common.weights.sharded import read_manifest
 from pagoda.server.cli import main
@@ -576,9 +577,9 @@ def test_a_dense_model_is_quantised_while_it_is_loaded(
         served = answer(dense, backend=backend, quantization=method, **cheap)
     assert same(served, answer(rounded_twin(dense, tmp_path / "twin", method)), 1e-4)
     assert not same(served, answer(dense), 1e-3)
-    support = load_scheme_support(backend)(scheme_of(method, 128) or Int4((1, 128)), False)
+    support = load_schemes(backend).scheme_support(scheme_of(method, 128) or Int4((1, 128)), False)
     warned = any(f"--quantization {method}: {backend} has no product" in message for message in caplog.messages)
-    assert warned == (support.kind == "dequantises" and not quantizes(backend, method))
+    assert warned == (support.kind == "dequantises" and method not in load_schemes(backend).ROUNDED_ON_DEVICE)
 
 
 @pytest.mark.skipif("jax_tpu" not in IMPLEMENTATIONS, reason="needs flax")

@@ -69,7 +69,7 @@ COMMON_LAYERS = (
 # The folders and modules of `server`, likewise; entry points come last. A longer name counts before its folder.
 LAYERS = (
     (
-        *("outputs", "core_client.ipc_messages", "processing.workers.child"),
+        *("outputs", "core_client.ipc_messages", "processing.workers.child", "vllm.logits_processors"),
         *("core_client.private_folder", "core_client.memory"),
     ),
     ("core_client.client",),

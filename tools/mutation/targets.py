@@ -102,6 +102,7 @@ BREADTH: Final = Set(
                 "backends/reference/drafting.py",
                 "backends/torch_cuda/execution/drafting.py",
                 "backends/*/model/drafters.py",
+                "backends/torch_decoder/drafters.py",
                 "backends/jax_tpu/drafters/*.py",
             ),
         ),

@@ -8,17 +8,23 @@ over the keys of 16 queries takes no sums across a vector. So are the results, c
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
 from llvmlite import ir
 
-from pagoda.backends.cpu_kernels.attention.vector_attention import NEVER, PagedKernel, Shape, splat_int32, transposed
-from pagoda.backends.cpu_kernels.emission.emit import F32, I32, I64, LANES, VECTOR
+from pagoda.backends.cpu_kernels.attention.paged import NEVER, Shape
+from pagoda.backends.cpu_kernels.attention.token_tiles import (
+    PrefixTokens,
+    PromptTokens,
+    QueryTile,
+    RowSums,
+    TokenTiles,
+)
+from pagoda.backends.cpu_kernels.emission.emit import F32, I32, LANES, VECTOR
 from pagoda.backends.cpu_kernels.emission.jit import Kernel
-from pagoda.backends.cpu_kernels.emission.tiles import SIDE, Tiles, available
+from pagoda.backends.cpu_kernels.emission.tiles import SIDE, TileRegisters, available
 
 _SPAN: Final = 64
 """Keys at a time."""
@@ -42,101 +48,85 @@ def of_many_rows(shape: Shape) -> Shape:
 
 @cache
 def prompt_kernel(shape: Shape) -> Kernel:
-    """Return the kernel of tiles of prompts; arguments as of `attention.prefill_kernel`."""
-    return Kernel(_PromptQueries(shape).module)
+    """Return the kernel of tiles of prompts; arguments as of `vector_attention.prefill_kernel`."""
+    return Kernel(_QueryTiles(shape, PromptTokens, _SPAN).module)
 
 
 @cache
 def prefix_kernel(shape: Shape) -> Kernel:
     """Return the kernel of shared prefixes; arguments as of `paired_attention.prefix_kernel`."""
-    return Kernel(_PrefixQueries(shape).module)
+    return Kernel(_QueryTiles(shape, PrefixTokens, _SPAN).module)
 
 
-class _QueryTiles(PagedKernel, ABC):
-    """The rows of a task are the heads of its first token, those of its second, and so on; 16 rows are a column."""
+class _QueryTiles(TokenTiles):
+    """16 rows are a column.
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
+    Arrays: `queries` [columns, H / 2, 16] pairs of channels, `values` [V, span / 2] and `weights` [span / 2, 16] pairs
+    of keys, `scores` [span, 16], `mixed` [columns, V, 16]; `products` has the results of a column [16, V].
+    """
+
+    def prepare(self) -> None:
         e = self.e
+        shape = self.shape
         self.columns = -(-shape.tile_tokens * shape.group // SIDE)
-        self.tiles = Tiles(e)
-        self.queries = e.variable(I32, self.columns * shape.head_dim // 2 * SIDE)  # [columns, H / 2, 16] pairs
-        self.places = e.variable(I64, _SPAN)
-        self.values = e.variable(I32, shape.value_dim * _SPAN // 2)  # [V, span / 2] pairs of keys
+        self.registers = TileRegisters(e)
+        self.queries = e.variable(I32, self.columns * shape.head_dim // 2 * SIDE)
+        self.values = e.variable(I32, shape.value_dim * _SPAN // 2)
         self.scores = e.variable(F32, _SPAN * SIDE)
-        self.weights = e.variable(I32, _SPAN // 2 * SIDE)  # [span / 2, 16] pairs of keys
-        self.mixed = e.variable(F32, self.columns * shape.value_dim * SIDE)  # [columns, V, 16]
+        self.weights = e.variable(I32, _SPAN // 2 * SIDE)
+        self.mixed = e.variable(F32, self.columns * shape.value_dim * SIDE)
         self.products = e.variable(F32, SIDE * shape.value_dim)
         self.tops, self.totals = (e.variable(F32, self.columns * SIDE) for _ in range(2))
         self.oldest, self.newest = (e.variable(I32, self.columns * SIDE) for _ in range(2))
-        self.prepare()
-        with e.tasks(before_return=self.tiles.release) as task:
-            tile, head = e.divmod(task, shape.kv_heads)
-            fields = [e.load_int(self.rows, e.add(e.mul(tile, 4), field)) for field in range(4)]
-            self.tiles.configure([SIDE] * 8)
-            self._attend(head, *fields)
 
-    def prepare(self) -> None:
-        """Read arguments of a kernel's own."""
+    def release(self) -> None:
+        self.registers.release()
 
-    @abstractmethod
-    def token(self, first: Any, of: Any) -> Any:
-        """Return the number in the step of a token of the task."""
-
-    @abstractmethod
-    def last_seen(self, position: Any, of: Any) -> Any:
-        """Return the last position that a token of the task sees. `position`: the task's third field."""
-
-    @abstractmethod
-    def write(self, head: Any, first: Any, column: Any, rows: Any) -> None:
-        """Write the results of a column."""
-
-    def _attend(self, head: Any, row: Any, first: Any, position: Any, count: Any) -> None:
+    def attend(self, tile: QueryTile) -> None:
         e = self.e
         shape = self.shape
-        rows = e.mul(count, shape.group)
-        columns, _ = e.divmod(e.add(rows, SIDE - 1), SIDE)
+        self.registers.configure([SIDE] * 8)
+        rows = e.mul(tile.count, shape.group)
+        columns = e.div(e.add(rows, SIDE - 1), SIDE)
         with e.loop(0, columns) as column:
-            self._begin(head, first, position, column, e.add(rows, -1))
-        oldest = self.first_seen(self.last_seen(position, 0))
-        everyone = self.first_seen(self.last_seen(position, e.add(count, -1))), self.last_seen(position, 0)
-        last = self.last_seen(position, e.add(count, -1))
-        begin, end = (e.divmod(at, _SPAN)[0] for at in (oldest, last))
-        with e.loop(begin, e.add(end, 1)) as number:
+            self._begin(tile, column, e.add(rows, -1))
+        first_newest = self.tokens.last_seen(tile, 0)
+        last = self.tokens.last_seen(tile, e.add(tile.count, -1))
+        oldest = self.first_seen(first_newest)
+        last_oldest = self.first_seen(last)
+        with e.loop(e.div(oldest, _SPAN), e.add(e.div(last, _SPAN), 1)) as number:
             here = e.mul(number, _SPAN)
-            self._find_slots(row, head, here, oldest, last)
+            self.find_slots(tile, here, oldest, last)
             self._pack_values()
-            below = e.builder.icmp_signed(">=", here, everyone[0])
-            above = e.add(here, _SPAN - 1)
-            whole = e.builder.and_(below, e.builder.icmp_signed("<=", above, everyone[1]))
+            below = e.builder.icmp_signed(">=", here, last_oldest)
+            above = e.builder.icmp_signed("<=", e.add(here, _SPAN - 1), first_newest)
             with e.loop(0, columns) as column:
                 self._score(column)
-                with e.builder.if_else(whole) as (all_seen, some_seen):
+                with e.builder.if_else(e.builder.and_(below, above)) as (all_seen, some_seen):
                     with all_seen:
                         self._weigh(column, None)
                     with some_seen:
                         self._weigh(column, here)
                 self._mix(column)
         with e.loop(0, columns) as column:
-            self.write(head, first, column, e.least(e.add(rows, e.builder.neg(e.mul(column, SIDE))), SIDE))
+            self._write(tile, column, e.least(e.sub(rows, e.mul(column, SIDE)), SIDE))
 
-    def _begin(self, head: Any, first: Any, position: Any, column: Any, last_row: Any) -> None:
+    def _begin(self, tile: QueryTile, column: Any, last_row: Any) -> None:
         """Store the queries of a column as pairs of channels [H / 2, 16], and what they see; set its sums to 0."""
         e = self.e
         shape = self.shape
         starts = []
         for lane in range(SIDE):
             row = e.add(e.mul(column, SIDE), lane)
-            of, group = e.divmod(e.least(row, last_row), shape.group)
-            of_head = e.mul(e.add(e.mul(head, shape.group), group), shape.head_dim)
-            starts.append(e.add(e.mul(self.token(first, of), self.q_stride), of_head))
-            newest = self.last_seen(position, of)
-            for array, seen in ((self.newest, newest), (self.oldest, self.first_seen(newest))):
-                e.builder.store(e.builder.trunc(seen, I32), e.at(array, row))
+            query = e.least(row, last_row)
+            starts.append(self.query_start(tile, query))
+            newest = self.tokens.last_seen(tile, e.div(query, shape.group))
+            for array, position in ((self.newest, newest), (self.oldest, self.first_seen(newest))):
+                e.builder.store(e.builder.trunc(position, I32), e.at(array, row))
         before = e.mul(column, shape.head_dim // 2)
         for pair in range(0, shape.head_dim // 2, SIDE):
-            vectors = [self._load_raw(e.at(self.q, e.add(start, 2 * pair))) for start in starts]
-            self._store_raw(transposed(e, vectors), self.queries, e.mul(e.add(before, pair), SIDE), SIDE)
+            vectors = [e.load_words(self.q, e.add(start, 2 * pair)) for start in starts]
+            self._store_transposed(vectors, self.queries, e.mul(e.add(before, pair), SIDE), SIDE)
         lanes = e.mul(column, SIDE)
         e.store(e.splat(NEVER), self.tops, lanes)
         e.store(e.splat(0.0), self.totals, lanes)
@@ -146,47 +136,28 @@ class _QueryTiles(PagedKernel, ABC):
     def _mixed_at(self, column: Any, channel: Any) -> Any:
         return self.e.mul(self.e.add(self.e.mul(column, self.shape.value_dim), channel), SIDE)
 
-    def _load_raw(self, address: Any) -> Any:
-        """Return 64 bytes as a vector of floats that nothing computes with."""
-        e = self.e
-        return e.builder.load(e.builder.bitcast(address, VECTOR.as_pointer()), align=2)
-
-    def _store_raw(self, vectors: list[Any], array: Any, index: Any, stride: int) -> None:
-        e = self.e
-        for number, vector in enumerate(vectors):
-            place = e.at(array, e.add(index, number * stride))
-            e.builder.store(vector, e.builder.bitcast(place, VECTOR.as_pointer()), align=4)
-
-    def _find_slots(self, row: Any, head: Any, here: Any, oldest: Any, last: Any) -> None:
-        """Store the cache slots of a span's positions; outside of `oldest` to `last` those of the nearest one."""
-        e = self.e
-        shape = self.shape
-        with e.loop(0, _SPAN) as key:
-            position = e.most(e.least(e.add(here, key), last), oldest)
-            page, offset = e.divmod(position, shape.block_size)
-            e.builder.store(e.add(self.slot_of(row, page, head), offset), e.at(self.places, key))
+    def _store_transposed(self, vectors: list[Any], array: Any, index: Any, stride: int) -> None:
+        """Store the transpose of 16 vectors from an element on, `stride` elements apart."""
+        for number, vector in enumerate(self.e.transposed(vectors)):
+            self.e.store(vector, array, self.e.add(index, number * stride))
 
     def _pack_values(self) -> None:
         """Store the values of a span as pairs of keys [V, span / 2]."""
         e = self.e
-        shape = self.shape
+        width = self.shape.value_dim
         with e.loop(0, _SPAN, 2 * SIDE) as key:
-            slots = [e.mul(self._place(e.add(key, at)), shape.value_dim) for at in range(2 * SIDE)]
-            with e.loop(0, shape.value_dim, SIDE) as channel:
-                places = [e.add(slot, channel) for slot in slots]
-                pairs = [e.pairs(self.v, first, second) for first, second in zip(places[::2], places[1::2])]
-                vectors = transposed(e, [e.builder.bitcast(pair, VECTOR) for pair in pairs])
-                start = e.add(e.mul(channel, _SPAN // 2), e.divmod(key, 2)[0])
-                self._store_raw(vectors, self.values, start, _SPAN // 2)
-
-    def _place(self, key: Any) -> Any:
-        return self.e.builder.load(self.e.at(self.places, key))
+            slots = [e.mul(self.slot(e.add(key, lane)), width) for lane in range(2 * SIDE)]
+            with e.loop(0, width, SIDE) as channel:
+                rows = [e.at(self.v, e.add(slot, channel)) for slot in slots]
+                vectors = [e.pairs(first, second, 0) for first, second in zip(rows[::2], rows[1::2])]
+                start = e.add(e.mul(channel, _SPAN // 2), e.div(key, 2))
+                self._store_transposed(vectors, self.values, start, _SPAN // 2)
 
     def _score(self, column: Any) -> None:
         """Store the scores of a span's keys [span, 16]."""
         e = self.e
         shape = self.shape
-        tiles = self.tiles
+        tiles = self.registers
         queries = e.mul(column, shape.head_dim // 2)
         for first in range(0, _SPAN // SIDE, 4):
             registers = range(min(4, _SPAN // SIDE - first))
@@ -206,7 +177,7 @@ class _QueryTiles(PagedKernel, ABC):
     def _first_slot(self, tile: int) -> Any:
         """Return the first of 16 consecutive slots; beyond the last position, of any that are in the cache."""
         e = self.e
-        slot = self._place(tile * SIDE)
+        slot = self.slot(tile * SIDE)
         return e.add(slot, e.builder.neg(e.divmod(slot, SIDE)[1]))
 
     def _weigh(self, column: Any, here: Any | None) -> None:
@@ -245,12 +216,9 @@ class _QueryTiles(PagedKernel, ABC):
         e = self.e
         builder = self.e.builder
         kind = ir.VectorType(I32, LANES)
-        first, last = (
-            builder.load(builder.bitcast(e.at(array, lanes), kind.as_pointer()), align=4)
-            for array in (self.oldest, self.newest)
-        )
+        first, last = (e.read(array, lanes, kind, align=4) for array in (self.oldest, self.newest))
         with e.loop(0, _SPAN) as key:
-            position = splat_int32(e, builder.trunc(e.add(here, key), I32))
+            position = e.splat(builder.trunc(e.add(here, key), I32))
             seen = builder.and_(builder.icmp_signed(">=", position, first), builder.icmp_signed("<=", position, last))
             place = e.mul(key, SIDE)
             score = builder.select(seen, e.load(self.scores, place), e.splat(float("-inf")))
@@ -260,7 +228,7 @@ class _QueryTiles(PagedKernel, ABC):
         """Add the weighted values of a span."""
         e = self.e
         shape = self.shape
-        tiles = self.tiles
+        tiles = self.registers
         for first in range(0, shape.value_dim, 4 * SIDE):
             registers = range(min(4, (shape.value_dim - first) // SIDE))
             place = [e.at(self.mixed, self._mixed_at(column, first + register * SIDE)) for register in registers]
@@ -276,66 +244,20 @@ class _QueryTiles(PagedKernel, ABC):
             for register in registers:
                 tiles.store(register, place[register], 4 * SIDE)
 
-    def _results(self, column: Any, channel: int, factor: Any) -> None:
-        """Store 16 channels of the sums of a column, times a vector, as [16, V]."""
+    def _write(self, tile: QueryTile, column: Any, rows: Any) -> None:
+        """Write the results of a column."""
         e = self.e
-        vectors = [
-            e.builder.fmul(e.load(self.mixed, self._mixed_at(column, channel + at)), factor) for at in range(SIDE)
-        ]
-        self._store_raw(transposed(e, vectors), self.products, channel, self.shape.value_dim)
-
-
-class _PromptQueries(_QueryTiles):
-    """Consecutive tokens of one sequence; each sees the positions up to its own."""
-
-    def token(self, first: Any, of: Any) -> Any:
-        return self.e.add(first, of)
-
-    def last_seen(self, position: Any, of: Any) -> Any:
-        return self.e.add(position, of)
-
-    def write(self, head: Any, first: Any, column: Any, rows: Any) -> None:
-        e = self.e
-        shape = self.shape
-        share = e.builder.fdiv(e.splat(1.0), e.load(self.totals, e.mul(column, SIDE)))
-        for channel in range(0, shape.value_dim, SIDE):
-            self._results(column, channel, share)
-        with e.loop(0, rows) as lane:
-            of, group = e.divmod(e.add(e.mul(column, SIDE), lane), shape.group)
-            of_head = e.mul(e.add(e.mul(head, shape.group), group), shape.value_dim)
-            start = e.add(e.mul(self.token(first, of), self.out_stride), of_head)
-            for part in range(0, shape.value_dim, LANES):
-                value = e.load(self.products, e.add(e.mul(lane, shape.value_dim), part))
-                e.store_bfloat16(value, self.out, e.add(start, part))
-
-
-class _PrefixQueries(_QueryTiles):
-    """Single tokens of several sequences, which all see all positions of the prefix."""
-
-    def prepare(self) -> None:
-        self.members = self.e.pointer(11, I32)
-        self.states = self.e.pointer(9, F32)
-
-    def token(self, first: Any, of: Any) -> Any:
-        return self.e.load_int(self.members, self.e.add(first, of))
-
-    def last_seen(self, position: Any, of: Any) -> Any:
-        return self.e.add(position, -1)
-
-    def write(self, head: Any, first: Any, column: Any, rows: Any) -> None:
-        e = self.e
-        shape = self.shape
-        for channel in range(0, shape.value_dim, SIDE):
-            self._results(column, channel, e.splat(1.0))
-        width = shape.value_dim + 2 * LANES
+        width = self.shape.value_dim
+        for channel in range(0, width, SIDE):
+            vectors = [e.load(self.mixed, self._mixed_at(column, channel + number)) for number in range(SIDE)]
+            self._store_transposed(vectors, self.products, channel, width)
         with e.loop(0, rows) as lane:
             row = e.add(e.mul(column, SIDE), lane)
-            of, group = e.divmod(row, shape.group)
-            of_head = e.mul(e.add(e.mul(head, shape.group), group), width)
-            start = e.add(e.mul(e.add(first, of), self.out_stride), of_head)
-            for part in range(0, shape.value_dim, LANES):
-                value = e.load(self.products, e.add(e.mul(lane, shape.value_dim), part))
-                e.store(value, self.states, e.add(start, part))
-            e.store(e.splat(0.0), self.states, e.add(start, shape.value_dim))
-            e.builder.store(e.load_one(self.totals, row), e.at(self.states, e.add(start, shape.value_dim)))
-            e.store(e.splat(e.load_one(self.tops, row)), self.states, e.add(start, shape.value_dim + LANES))
+            start = e.mul(lane, width)
+            total = e.builder.insert_element(ir.Constant(VECTOR, None), e.load_one(self.totals, row), I32(0))
+            sums = RowSums(
+                mixed=lambda part: e.load(self.products, e.add(start, part)),
+                total=total,
+                top=e.load_one(self.tops, row),
+            )
+            self.tokens.write(tile, row, sums)

@@ -1,9 +1,9 @@
-"""LLVM IR of kernels: loops, vectors of 16 floats, memory in float32 or bfloat16."""
+"""LLVM IR of kernels: functions, loops, vectors, memory in float32 or bfloat16."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -12,15 +12,17 @@ from llvmlite import ir
 from pagoda.backends.cpu_kernels.emission.jit import has_feature
 
 LANES: Final = 16
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F16: Final = ir.HalfType()
 F32: Final = ir.FloatType()
-VECTOR: Final = ir.VectorType(F32, LANES)
-
-_PAIRS: Final = ir.VectorType(I32, LANES)
+ADDRESS: Final = I8.as_pointer()
+"""The type of an address; offsets from it are bytes."""
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite has no class for."""
+
+    intrinsic_name = "bf16"
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -32,36 +34,65 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-_PAIRED: Final = ir.VectorType(_BFloat(), 2 * LANES)
+BF16: Final = _BFloat()
+VECTOR: Final = ir.VectorType(F32, LANES)
+_INTEGERS: Final = ir.VectorType(I32, LANES)
+_BITS: Final = ir.VectorType(I16, LANES)
+"""16 bfloat16 numbers as integers."""
+
+_PAIRED: Final = ir.VectorType(BF16, 2 * LANES)
 """16 pairs of bfloat16 numbers."""
 
 _EXP2: Final = (0.07802397680, 0.22606793218, 0.69583327386, 0.99992523109)
 """Polynomial for 2 ** x from 0 to 1, highest power first; relative error 7.5e-5."""
 
+KERNEL: Final = "kernel"
+"""The function that threads call; its parameter is the address of its words."""
+
+Types = Mapping[str, Any]
+"""LLVM types of parameters by name."""
+
+WORDS: Final[Types] = {"words": I64.as_pointer()}
+
 _FAST: Final = ("nnan", "ninf", "nsz", "contract", "reassoc", "arcp")
+
+_SPINS: Final = 4096
+"""How often a waiting thread looks before it gives up its core: some tens of microseconds."""
 
 
 class Emitter:
-    """Builds the function `kernel` of one module.
+    """Builds one function of a module.
 
     Values are LLVM values; a Python int stands for an i64 and a Python float for a float.
     """
 
-    def __init__(self) -> None:
-        self.module = ir.Module("kernel")
-        kind = ir.FunctionType(ir.VoidType(), [I64.as_pointer()])
-        self.function = ir.Function(self.module, kind, "kernel")
+    def __init__(self, module: ir.Module | None = None, name: str = KERNEL, parameters: Types = WORDS) -> None:
+        """Begin a function of `module`, or of a new one. All functions but `kernel` are called by others only."""
+        self.module = ir.Module(KERNEL) if module is None else module
+        types = dict(parameters)
+        self.function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), list(types.values())), name)
+        if name != KERNEL:
+            self.function.linkage = "internal"
+            self.function.attributes.add("noinline")
+        self.parameters: Mapping[str, Any] = dict(zip(types, self.function.args, strict=True))
         self._allocas = ir.IRBuilder(self.function.append_basic_block("variables"))
         self._start = self.function.append_basic_block("start")
         self.builder = ir.IRBuilder(self._start)
-        self._declared: dict[str, ir.Function] = {}
 
-    # Arguments and tasks.
+    def finish(self) -> None:
+        """Return from the function."""
+        self.builder.ret_void()
+        self._allocas.branch(self._start)
+
+    # The words of `kernel`, and its tasks.
+
+    def word(self, index: int) -> Any:
+        """Return a word of the kernel."""
+        return self.builder.load(self.at(self.parameters["words"], index))
 
     def argument(self, index: int) -> Any:
         """Return an integer argument, after the counter and the number of tasks."""
-        address = self.builder.gep(self.function.args[0], [I64(index + 2)])
-        return self.builder.load(address)
+        return self.word(index + 2)
 
     def pointer(self, index: int, kind: Any) -> Any:
         """Return an argument that is the address of an array."""
@@ -70,20 +101,48 @@ class Emitter:
     @contextmanager
     def tasks(self, before_return: Callable[[], None] = lambda: None) -> Iterator[Any]:
         """Yield the number of a task that this thread has taken, until none is left; then the function returns."""
-        counter = self.function.args[0]
-        total = self.builder.load(self.builder.gep(counter, [I64(1)]))
-        head, body, end = (self.function.append_basic_block(name) for name in ("next", "task", "end"))
+        total = self.word(1)
+        with self.claim(self.at(self.parameters["words"], 0), total) as task:
+            yield task
+        before_return()
+        self.finish()
+
+    @contextmanager
+    def claim(self, counter: Any, count: Any) -> Iterator[Any]:
+        """Yield a number below `count` that no other thread has taken from the counter, until none is left."""
+        head, body, after = (self.function.append_basic_block(name) for name in ("next", "task", "end"))
         self.builder.branch(head)
         self.builder.position_at_end(head)
-        task = self.builder.atomic_rmw("add", counter, I64(1), "monotonic")
-        self.builder.cbranch(self.builder.icmp_signed("<", task, total), body, end)
+        number = self.builder.atomic_rmw("add", counter, I64(1), "monotonic")
+        self.builder.cbranch(self.builder.icmp_signed("<", number, count), body, after)
         self.builder.position_at_end(body)
-        yield task
+        yield number
         self.builder.branch(head)
-        self.builder.position_at_end(end)
-        before_return()
-        self.builder.ret_void()
-        self._allocas.branch(self._start)
+        self.builder.position_at_end(after)
+
+    def wait(self, counter: Any, count: Any) -> None:
+        """Wait until all threads have counted up to `count`, with a pause after each look at the counter."""
+        blocks = ("look", "pause", "spin", "yield", "end")
+        look, pause, spin, give_up, after = (self.function.append_basic_block(name) for name in blocks)
+        builder = self.builder
+        before = builder.block
+        builder.branch(look)
+        builder.position_at_end(look)
+        looks = builder.phi(I64)
+        reached = builder.load_atomic(counter, "acquire", 8)
+        builder.cbranch(builder.icmp_signed(">=", reached, count), after, pause)
+        builder.position_at_end(pause)
+        more = builder.add(looks, I64(1))
+        builder.cbranch(builder.icmp_signed(">=", more, I64(_SPINS)), give_up, spin)
+        builder.position_at_end(spin)
+        self.call("llvm.x86.sse2.pause", result=ir.VoidType())
+        builder.branch(look)
+        builder.position_at_end(give_up)
+        self.call("sched_yield", result=I32)
+        builder.branch(look)
+        for number, block in ((I64(0), before), (more, spin), (I64(0), give_up)):
+            looks.add_incoming(number, block)
+        builder.position_at_end(after)
 
     # Control flow.
 
@@ -111,6 +170,18 @@ class Emitter:
         slot.align = 64
         return slot
 
+    def zeros(self, count: int, kind: Any = VECTOR) -> list[Any]:
+        """Return `count` vector variables of zeros."""
+        variables = [self.variable(kind) for _ in range(count)]
+        for variable in variables:
+            self.builder.store(ir.Constant(kind, None), variable)
+        return variables
+
+    def invoke(self, function: Emitter, arguments: Mapping[str, Any]) -> None:
+        """Call a function of the module, with its arguments by name."""
+        assert arguments.keys() == function.parameters.keys(), "every parameter has an argument"
+        self.builder.call(function.function, [self.integer(arguments[name]) for name in function.parameters])
+
     # Integers.
 
     def integer(self, value: Any) -> Any:
@@ -124,13 +195,21 @@ class Emitter:
             total = self.builder.add(total, self.integer(value))
         return total
 
+    def sub(self, a: Any, b: Any) -> Any:
+        """Return the difference of integers."""
+        return self.builder.sub(self.integer(a), self.integer(b))
+
     def mul(self, a: Any, b: Any) -> Any:
         """Return the product of integers."""
         return self.builder.mul(self.integer(a), self.integer(b))
 
     def divmod(self, a: Any, b: Any) -> tuple[Any, Any]:
         """Return quotient and remainder of integers that are not negative."""
-        return self.builder.udiv(a, self.integer(b)), self.builder.urem(a, self.integer(b))
+        return self.div(a, b), self.builder.urem(a, self.integer(b))
+
+    def div(self, a: Any, b: Any) -> Any:
+        """Return the quotient of integers that are not negative, rounded down."""
+        return self.builder.udiv(a, self.integer(b))
 
     def least(self, a: Any, b: Any) -> Any:
         """Return the smaller of two integers."""
@@ -144,11 +223,20 @@ class Emitter:
         b = self.integer(b)
         return self.builder.select(self.builder.icmp_signed(">", a, b), a, b)
 
-    # Memory. Arrays are pointers to i16 (bfloat16) or float.
+    # Memory. Arrays are pointers to i16 (bfloat16), float or other types.
 
-    def at(self, array: Any, index: Any) -> Any:
-        """Return the address of an element."""
-        return self.builder.gep(array, [self.integer(index)])
+    def at(self, array: Any, index: Any, kind: Any = None) -> Any:
+        """Return the address of an element. `kind`: what is loaded or stored there, if that is no element."""
+        address = self.builder.gep(array, [self.integer(index)])
+        return address if kind is None else self.builder.bitcast(address, kind.as_pointer())
+
+    def read(self, array: Any, index: Any, kind: Any, align: int = 1) -> Any:
+        """Return what is stored from an element on, as a value of `kind`. `align`: of the address, in bytes."""
+        return self.builder.load(self.at(array, index, kind), align=align)
+
+    def write(self, value: Any, array: Any, index: Any, align: int = 1) -> None:
+        """Store a value of any type from an element on. `align`: of the address, in bytes."""
+        self.builder.store(value, self.at(array, index, value.type), align=align)
 
     def load_int(self, array: Any, index: Any) -> Any:
         """Return an element of an integer array as i64."""
@@ -157,12 +245,13 @@ class Emitter:
 
     def load(self, array: Any, index: Any) -> Any:
         """Return 16 elements as floats."""
-        address = self.at(array, index)
         if array.type.pointee == I16:
-            narrow = ir.VectorType(I16, LANES)
-            bits = self.builder.load(self.builder.bitcast(address, narrow.as_pointer()), align=2)
-            return self.widen(bits)
-        return self.builder.load(self.builder.bitcast(address, VECTOR.as_pointer()), align=4)
+            return self.widen(self.read(array, index, _BITS, align=2))
+        return self.read(array, index, VECTOR, align=4)
+
+    def load_words(self, array: Any, index: Any) -> Any:
+        """Return 64 bytes from an element on as a vector of floats that nothing computes with."""
+        return self.read(array, index, VECTOR, align=2)
 
     def load_one(self, array: Any, index: Any) -> Any:
         """Return one element as float."""
@@ -172,33 +261,33 @@ class Emitter:
         shifted = self.builder.shl(self.builder.zext(value, I32), I32(16))
         return self.builder.bitcast(shifted, F32)
 
+    def splat_one(self, array: Any, index: Any) -> Any:
+        """Return 16 copies of one element as float."""
+        return self.splat(self.load_one(array, index))
+
     def store(self, value: Any, array: Any, index: Any) -> None:
         """Store 16 floats, rounded to the array's numbers."""
-        address = self.at(array, index)
         if array.type.pointee == I16:
-            bits = self.narrow(value)
-            self.builder.store(bits, self.builder.bitcast(address, bits.type.as_pointer()), align=2)
+            address = self.at(array, index, _BITS)
+            self.builder.store(self.narrow(value), address, align=2)
         else:
-            self.builder.store(value, self.builder.bitcast(address, VECTOR.as_pointer()), align=4)
+            self.write(value, array, index, align=4)
 
     def prefetch(self, address: Any) -> None:
-        """Ask for a cache line, into the second cache."""
-        hint = [ir.Constant(I32, value) for value in (0, 2, 1)]  # to read, locality, data
-        self.call("llvm.prefetch.p0", self.builder.bitcast(address, I8.as_pointer()), *hint, result=ir.VoidType())
+        """Ask for a cache line of data, to be read, into the second cache."""
+        hint = [ir.Constant(I32, value) for value in (0, 2, 1)]
+        self.call("llvm.prefetch.p0", self.builder.bitcast(address, ADDRESS), *hint, result=ir.VoidType())
 
     # Pairs of bfloat16 numbers, for processors with AVX512-BF16.
 
     def load_pairs(self, array: Any, index: Any) -> Any:
         """Return 16 pairs of an array of numbers (i16) or of pairs (i32)."""
-        return self.builder.load(self.builder.bitcast(self.at(array, index), _PAIRED.as_pointer()), align=2)
+        return self.read(array, index, _PAIRED, align=2)
 
     def splat_pair(self, array: Any, index: Any) -> Any:
         """Return 16 copies of a pair that begins at an element of an array of numbers (i16)."""
-        builder = self.builder
-        pair = builder.load(builder.bitcast(self.at(array, index), I32.as_pointer()), align=2)
-        single = builder.insert_element(ir.Constant(_PAIRS, ir.Undefined), pair, I32(0))
-        zeros = ir.Constant(_PAIRS, [I32(0)] * LANES)
-        return builder.bitcast(builder.shuffle_vector(single, ir.Constant(_PAIRS, ir.Undefined), zeros), _PAIRED)
+        pair = self.read(array, index, I32, align=2)
+        return self.builder.bitcast(self.splat(pair), _PAIRED)
 
     def add_products(self, into: Any, a: Any, b: Any) -> None:
         """Add the products of 16 pairs, each pair's two summed, to a vector variable."""
@@ -208,93 +297,98 @@ class Emitter:
     def load_interleaved(self, array: Any, first: Any, second: Any) -> list[Any]:
         """Return pairs of 32 numbers from two places of an array (i16) on, as two vectors of 16 pairs."""
         kind = ir.VectorType(I16, 2 * LANES)
-        lanes = range(LANES)
-        rows = [
-            self.builder.load(self.builder.bitcast(self.at(array, start), kind.as_pointer()), align=2)
-            for start in (first, second)
-        ]
-        masks = ([I32(part + lane + 2 * LANES * side) for lane in lanes for side in (0, 1)] for part in (0, LANES))
-        mask_kind = ir.VectorType(I32, 2 * LANES)
-        pairs = [self.builder.shuffle_vector(*rows, ir.Constant(mask_kind, mask)) for mask in masks]
-        return [self.builder.bitcast(each, _PAIRED) for each in pairs]
+        low, high = (self.read(array, start, kind, align=2) for start in (first, second))
+        masks = ([part + lane + 2 * LANES * side for lane in range(LANES) for side in (0, 1)] for part in (0, LANES))
+        return [self.builder.bitcast(self.shuffle(low, high, mask), _PAIRED) for mask in masks]
 
-    def store_bfloat16(self, value: Any, array: Any, index: Any) -> None:
-        """Store 16 floats, rounded by one instruction."""
-        numbers = self._rounded(value)
-        self.builder.store(numbers, self.builder.bitcast(self.at(array, index), numbers.type.as_pointer()), align=2)
-
-    def interleave(self, first: Any, second: Any, index: Any, into: Any, place: Any) -> None:
-        """Store 16 pairs of numbers of the arrays `first` and `second`, both from `index` on, in an array of i32."""
-        pairs = self._joined(*(self._load_bits(array, index) for array in (first, second)))
-        self.builder.store(pairs, self.builder.bitcast(self.at(into, place), _PAIRS.as_pointer()), align=4)
-
-    def pairs(self, array: Any, first: Any, second: Any) -> Any:
-        """Return 16 pairs (i32) of numbers from `first` on, in the lower halves, and from `second` on."""
-        return self._joined(*(self._load_bits(array, index) for index in (first, second)))
+    def pairs(self, first: Any, second: Any, index: Any) -> Any:
+        """Return 16 pairs, in float lanes, of numbers of two arrays (i16) from `index` on, the first's lowest."""
+        low, high = (self.read(array, index, _BITS, align=2) for array in (first, second))
+        return self._joined(low=low, high=high)
 
     def store_pairs(self, first: Any, second: Any, array: Any, index: Any) -> None:
         """Store 16 pairs of floats, rounded, in an array of i32."""
-        narrow = ir.VectorType(I16, LANES)
-        bits = [self.builder.bitcast(self._rounded(value), narrow) for value in (first, second)]
-        place = self.builder.bitcast(self.at(array, index), _PAIRS.as_pointer())
-        self.builder.store(self._joined(*bits), place, align=4)
-
-    def _load_bits(self, array: Any, index: Any) -> Any:
-        kind = ir.VectorType(I16, LANES)
-        return self.builder.load(self.builder.bitcast(self.at(array, index), kind.as_pointer()), align=2)
+        low, high = (self.builder.bitcast(self._rounded(value), _BITS) for value in (first, second))
+        self.store(self._joined(low=low, high=high), array, index)
 
     def _joined(self, low: Any, high: Any) -> Any:
-        low, high = (self.builder.zext(bits, _PAIRS) for bits in (low, high))
-        return self.builder.or_(low, self.builder.shl(high, splat_int(16)))
+        low = self.builder.zext(low, _INTEGERS)
+        high = self.builder.shl(self.builder.zext(high, _INTEGERS), self.splat(16))
+        return self.builder.bitcast(self.builder.or_(low, high), VECTOR)
 
     def _rounded(self, value: Any) -> Any:
         """Return 16 floats as bfloat, by one instruction."""
-        kind = ir.VectorType(_BFloat(), LANES)
-        return self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", value, result=kind)
+        return self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", value, result=ir.VectorType(BF16, LANES))
 
     def widen(self, bits: Any) -> Any:
         """Return bfloat16 numbers (i16) as floats."""
-        wide = ir.VectorType(I32, LANES)
-        return self.builder.bitcast(self.builder.shl(self.builder.zext(bits, wide), splat_int(16)), VECTOR)
+        return self.builder.bitcast(self.builder.shl(self.builder.zext(bits, _INTEGERS), self.splat(16)), VECTOR)
 
     def narrow(self, value: Any) -> Any:
         """Return floats rounded to bfloat16 (i16), ties to even. NaN stays NaN."""
-        if has_feature("avx512bf16"):  # rounds numbers below 1.2e-38 to 0
-            return self.builder.bitcast(self._rounded(value), ir.VectorType(I16, LANES))
-        wide = ir.VectorType(I32, LANES)
+        if has_feature("avx512bf16"):  # The instruction rounds numbers below 1.2e-38 to 0.
+            return self.builder.bitcast(self._rounded(value), _BITS)
         builder = self.builder
-        bits = builder.bitcast(value, wide)
-        odd = builder.and_(builder.lshr(bits, splat_int(16)), splat_int(1))
-        rounded = builder.add(bits, builder.add(odd, splat_int(0x7FFF)))
-        quiet = builder.or_(bits, splat_int(0x400000))
+        bits = builder.bitcast(value, _INTEGERS)
+        odd = builder.and_(builder.lshr(bits, self.splat(16)), self.splat(1))
+        rounded = builder.add(bits, builder.add(odd, self.splat(0x7FFF)))
+        quiet = builder.or_(bits, self.splat(0x400000))
         rounded = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
-        return builder.trunc(builder.lshr(rounded, splat_int(16)), ir.VectorType(I16, LANES))
+        return builder.trunc(builder.lshr(rounded, self.splat(16)), _BITS)
 
     def rounded(self, value: Any, kind: Any) -> Any:
         """Return floats rounded to the numbers of an array of `kind`."""
         return self.widen(self.narrow(value)) if kind == I16 else value
 
-    # Floats: scalars or vectors of 16.
+    # Vectors, of 16 lanes unless another number is given, and scalars.
 
-    def splat(self, value: Any) -> Any:
-        """Return a vector of one float."""
+    def splat(self, value: Any, lanes: int = LANES) -> Any:
+        """Return a vector of copies of a scalar. Here a Python int stands for an i32."""
         if isinstance(value, float):
-            return ir.Constant(VECTOR, [ir.Constant(F32, value)] * LANES)
-        single = self.builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, I32(0))
-        zeros = ir.Constant(ir.VectorType(I32, LANES), [I32(0)] * LANES)
-        return self.builder.shuffle_vector(single, ir.Constant(VECTOR, ir.Undefined), zeros)
+            return ir.Constant(ir.VectorType(F32, lanes), [F32(value)] * lanes)
+        if isinstance(value, int):
+            return ir.Constant(ir.VectorType(I32, lanes), [I32(value)] * lanes)
+        undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+        return self.shuffle(self.builder.insert_element(undefined, value, I32(0)), undefined, [0] * lanes)
+
+    def shuffle(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+        """Return a vector of lanes of `a`, which count from 0, and of `b`, which count on from there."""
+        return self.builder.shuffle_vector(a, b, constants(I32, lanes))
+
+    def transposed(self, vectors: Sequence[Any]) -> list[Any]:
+        """Return the transpose of 16 vectors of 16 floats."""
+        result = list(vectors)
+        for step in (8, 4, 2, 1):
+            low = [lane if not lane & step else LANES + (lane ^ step) for lane in range(LANES)]
+            high = [lane ^ step if not lane & step else LANES + lane for lane in range(LANES)]
+            for first in range(LANES):
+                if not first & step:
+                    a = result[first]
+                    b = result[first | step]
+                    result[first] = self.shuffle(a, b, low)
+                    result[first | step] = self.shuffle(a, b, high)
+        return result
 
     def call(self, name: str, *values: Any, result: Any = None, fast: bool = False) -> Any:
         """Return what an intrinsic of LLVM gives, of the type of its first value unless `result` is given."""
         result = values[0].type if result is None else result
-        if name not in self._declared:
+        function = self.module.globals.get(name)
+        if function is None:
             kind = ir.FunctionType(result, [value.type for value in values])
-            self._declared[name] = ir.Function(self.module, kind, name)
-        return self.builder.call(self._declared[name], values, fastmath=_FAST if fast else ())
+            function = ir.Function(self.module, kind, name)
+        return self.builder.call(function, values, fastmath=_FAST if fast else ())
+
+    def barrier(self) -> None:
+        """Keep LLVM from moving accesses of memory across this point."""
+        self.builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         """Return a * b + c."""
-        return self.call(f"llvm.fma.{_suffix(a.type)}", a, b, c)
+        return self.call(f"llvm.fma.{intrinsic_type(a.type)}", a, b, c)
+
+    def add_product(self, into: Any, a: Any, b: Any) -> None:
+        """Add the products of two vectors of floats to a vector variable."""
+        self.builder.store(self.fma(a, b, self.builder.load(into)), into)
 
     def sum(self, vector: Any) -> Any:
         """Return the sum of a vector."""
@@ -317,7 +411,7 @@ class Emitter:
         value = self.splat(math.log(2) ** 5 / 120)
         for order in (4, 3, 2, 1, 0):
             value = self.fma(value, rest, self.splat(math.log(2) ** order / math.factorial(order)))
-        exponent = builder.shl(builder.add(builder.fptosi(power, _PAIRS), splat_int(127)), splat_int(23))
+        exponent = builder.shl(builder.add(builder.fptosi(power, _INTEGERS), self.splat(127)), self.splat(23))
         return builder.fmul(value, builder.bitcast(exponent, VECTOR))
 
     def scaled_exp2(self, x: Any) -> Any:
@@ -333,7 +427,6 @@ class Emitter:
     def exp(self, x: Any) -> Any:
         """Return e ** x of a vector, within 2e-7 of it; 0 below -87, and limited above 88."""
         builder = self.builder
-        wide = ir.VectorType(I32, LANES)
         limited = builder.select(builder.fcmp_ordered("<", x, self.splat(88.0)), x, self.splat(88.0))
         limited = self.maximum(limited, self.splat(-87.0))
         power = self.call(f"llvm.rint.v{LANES}f32", builder.fmul(limited, self.splat(math.log2(math.e))))
@@ -342,28 +435,18 @@ class Emitter:
         value = self.splat(1 / 5040)
         for coefficient in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
             value = self.fma(value, rest, self.splat(coefficient))
-        exponent = builder.shl(builder.add(builder.fptosi(power, wide), splat_int(127)), splat_int(23))
+        exponent = builder.shl(builder.add(builder.fptosi(power, _INTEGERS), self.splat(127)), self.splat(23))
         result = builder.fmul(value, builder.bitcast(exponent, VECTOR))
         return builder.select(builder.fcmp_ordered("<", x, self.splat(-87.0)), self.splat(0.0), result)
 
 
-def splat_int(value: int) -> ir.Constant:
-    """Return a vector of one i32."""
-    return ir.Constant(ir.VectorType(I32, LANES), [I32(value)] * LANES)
+def constants(kind: Any, values: Sequence[int]) -> ir.Constant:
+    """Return a vector of integers."""
+    return ir.Constant(ir.VectorType(kind, len(values)), [kind(value) for value in values])
 
 
-def lane_numbers() -> ir.Constant:
-    """Return the vector 0, 1, ... 15 of i32."""
-    return ir.Constant(ir.VectorType(I32, LANES), [I32(lane) for lane in range(LANES)])
-
-
-def _suffix(kind: Any) -> str:
-    return f"v{LANES}f32" if kind == VECTOR else "f32"
-
-
-def zeros(emitter: Emitter, count: int) -> Sequence[Any]:
-    """Return `count` vector variables of zeros."""
-    variables = [emitter.variable(VECTOR) for _ in range(count)]
-    for variable in variables:
-        emitter.builder.store(emitter.splat(0.0), variable)
-    return variables
+def intrinsic_type(kind: Any) -> str:
+    """Return how the names of LLVM's intrinsics write the type of a scalar or vector."""
+    return (
+        f"v{kind.count}{kind.element.intrinsic_name}" if isinstance(kind, ir.VectorType) else str(kind.intrinsic_name)
+    )

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from pagoda.backends.cpu_kernels.emission.emit import I8, I16, I64, Emitter
+from pagoda.backends.cpu_kernels.emission.emit import ADDRESS, I8, I16, I64, Emitter
 from pagoda.backends.cpu_kernels.emission.jit import has_feature
 
 SIDE: Final = 16
@@ -23,9 +23,10 @@ ROW_BYTES: Final = 64
 TILE_BYTES: Final = SIDE * ROW_BYTES
 REGISTERS: Final = 8
 
-TILE_CONFIG_BYTES: Final = 64
-TILE_WIDTHS_AT = 16
-TILE_ROWS_AT = 48
+_CONFIG_BYTES: Final = 64
+_PALETTE: Final = 1
+_WIDTHS_START: Final = 16
+_ROWS_START: Final = 48
 """Where a configuration has the bytes per row (16 bits each) and the rows (8 bits each) of the registers."""
 
 _ARCH_PRCTL = 158
@@ -47,30 +48,10 @@ def available(instructions: str) -> bool:
 
 
 class Tiles:
-    """Tile instructions of the kernel that an emitter builds. Registers are numbered 0 to 7."""
+    """Tile instructions of the function that an emitter builds. Registers are numbered 0 to 7."""
 
     def __init__(self, emitter: Emitter) -> None:
         self._e = emitter
-        self._config = emitter.variable(I8, TILE_CONFIG_BYTES)
-        e = emitter
-        for at in range(0, TILE_CONFIG_BYTES, 8):
-            e.builder.store(I64(1 if at == 0 else 0), self._place(at, I64))  # palette 1
-        for register in range(REGISTERS):
-            e.builder.store(I16(ROW_BYTES), self._place(TILE_WIDTHS_AT + 2 * register, I16))
-
-    def _place(self, at: int, kind: Any) -> Any:
-        return self._e.builder.bitcast(self._e.at(self._config, at), kind.as_pointer())
-
-    def configure(self, rows: Sequence[Any]) -> None:
-        """Set the rows of each register, i64 or int; clears all registers."""
-        e = self._e
-        for register, count in enumerate(rows):
-            e.builder.store(e.builder.trunc(e.integer(count), I8), self._place(TILE_ROWS_AT + register, I8))
-        self._do("ldtilecfg", self._config)
-
-    def release(self) -> None:
-        """Free the registers, so that the kernel need not save them when threads change."""
-        self._do("tilerelease")
 
     def zero(self, register: int) -> None:
         self._do("tilezero", I8(register))
@@ -83,11 +64,38 @@ class Tiles:
         """Store rows `stride` bytes apart."""
         self._do("tilestored64", I8(register), address, self._e.integer(stride))
 
-    def add_products(self, into: int, a: int, b: int) -> None:
-        """Add products of bfloat16 tiles."""
-        self._do("tdpbf16ps", I8(into), I8(a), I8(b))
+    def add_products(self, into: int, a: int, b: int, instruction: str = "tdpbf16ps") -> None:
+        """Add products of tiles, of bfloat16 numbers unless another instruction is given."""
+        self._do(instruction, I8(into), I8(a), I8(b))
 
     def _do(self, instruction: str, *values: Any) -> None:
         e = self._e
-        bytes_ = [e.builder.bitcast(v, I8.as_pointer()) if isinstance(v.type, ir.PointerType) else v for v in values]
-        e.call(f"llvm.x86.{instruction}", *bytes_, result=ir.VoidType())
+        untyped = [e.builder.bitcast(v, ADDRESS) if isinstance(v.type, ir.PointerType) else v for v in values]
+        e.call(f"llvm.x86.{instruction}", *untyped, result=ir.VoidType())
+
+
+class TileRegisters(Tiles):
+    """The tile instructions of a function that sets the shapes of the registers."""
+
+    def __init__(self, emitter: Emitter, widths: Sequence[int] = (ROW_BYTES,) * REGISTERS) -> None:
+        """`widths`: bytes per row of each register."""
+        super().__init__(emitter)
+        self._config = emitter.variable(I8, _CONFIG_BYTES)
+        for start in range(0, _CONFIG_BYTES, 8):
+            self._set(start, I64(_PALETTE if start == 0 else 0))
+        for register, width in enumerate(widths):
+            self._set(_WIDTHS_START + 2 * register, I16(width))
+
+    def _set(self, start: int, value: Any) -> None:
+        self._e.builder.store(value, self._e.at(self._config, start, value.type))
+
+    def configure(self, rows: Sequence[Any]) -> None:
+        """Set the rows of each register, i64 or int; clears all registers."""
+        e = self._e
+        for register, count in enumerate(rows):
+            self._set(_ROWS_START + register, e.builder.trunc(e.integer(count), I8))
+        self._do("ldtilecfg", self._config)
+
+    def release(self) -> None:
+        """Free the registers, so that the kernel need not save them when threads change."""
+        self._do("tilerelease")

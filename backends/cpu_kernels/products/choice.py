@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.cpu_kernels.products import paired_products as products
+from pagoda.backends.cpu_kernels.products.panels import COLUMNS
 
 ROWS: Final = (1, 16, 256)
 """Tokens that are timed."""
@@ -29,8 +30,12 @@ ROWS: Final = (1, 16, 256)
 PREFERENCE: Final = 1.1
 """Compiled products serve unless oneDNN's are this much faster: they give a row the same numbers in every batch."""
 
-_SMALL: Final = 256  # inputs, below which nothing is timed
-_WEIGHTS: Final = 1 << 20  # of the matrix that is timed
+_SMALL: Final = 256
+"""Number of inputs below which nothing is timed."""
+
+_WEIGHTS: Final = 1 << 20
+"""Number of weights of the matrix that is timed."""
+
 _REPEATS: Final = 4
 
 logger = logging.getLogger(__name__)
@@ -76,7 +81,7 @@ def faster(width: int, clock: Callable[[], float] = time.thread_time) -> bool:
 
 
 def _ratios(width: int, clock: Callable[[], float]) -> list[float]:
-    weight = torch.randn(max(products.COLUMNS, _WEIGHTS // width), width).bfloat16()
+    weight = torch.randn(max(COLUMNS, _WEIGHTS // width), width).bfloat16()
     compiled = products.PackedProduct(weight, None, torch.bfloat16)
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS[1])
 

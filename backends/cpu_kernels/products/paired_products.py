@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.cpu_kernels.emission.emit import F32, I16, LANES, VECTOR, Emitter
+from pagoda.backends.cpu_kernels.emission.blocks import PAIRS, add_block
+from pagoda.backends.cpu_kernels.emission.emit import LANES, Emitter
 from pagoda.backends.cpu_kernels.emission.jit import Kernel, allocate, has_feature
 from pagoda.backends.cpu_kernels.products import tile_products
+from pagoda.backends.cpu_kernels.products.panels import COLUMNS, PanelProduct, pack
 
-VECTORS: Final = 2
-COLUMNS: Final = VECTORS * LANES
 _BLOCKS: Final = (12, 8, 4, 2, 1)
 """Rows that are multiplied at a time: as many as registers hold, then what is left."""
 
@@ -34,21 +34,13 @@ def instructions(columns: int) -> str:
     return "tiles" if tile_products.supported(columns) else "pairs"
 
 
-def pack(weight: Tensor) -> Tensor:
-    """Return the panels [panels, in / 2, COLUMNS, 2] of a bfloat16 matrix [out, in]."""
-    out, width = weight.shape
-    padded = torch.zeros(-(-out // COLUMNS) * COLUMNS, width, dtype=weight.dtype)
-    padded[:out] = weight
-    return padded.view(-1, COLUMNS, width // 2, 2).transpose(1, 2).contiguous()
-
-
 @cache
 def product_kernel(width: int, *, bfloat16: bool, bias: bool) -> Kernel:
     """Return x [T, in] times the transposed weight, rounded to bfloat16 or in float32.
 
     Arguments: rows, x and its row stride, panels, results [T, out padded], their row stride, bias float32 [out padded].
     """
-    return Kernel(_Product(width, bfloat16, bias).e.module)
+    return Kernel(_PairedProduct(width, bfloat16, bias).emit().module)
 
 
 class PackedProduct:
@@ -59,7 +51,7 @@ class PackedProduct:
         self.outputs, self.width = weight.shape
         self._tiled = tile_products.supported(self.width)
         self.result = result
-        self.panels = tile_products.pack(weight) if self._tiled else pack(weight)
+        self.panels = pack(weight, LANES if self._tiled else COLUMNS)
         self.padded = -(-self.outputs // COLUMNS) * COLUMNS
         self.bias = None if bias is None else F.pad(bias.float(), (0, self.padded - self.outputs))
         compiled = tile_products.tile_product_kernel if self._tiled else product_kernel
@@ -95,45 +87,32 @@ class PackedProduct:
         kernel(arguments, tasks, torch.get_num_threads())
 
 
-class _Product:
-    def __init__(self, width: int, bfloat16: bool, bias: bool) -> None:
-        self.width = width
-        self.e = Emitter()
+class _PairedProduct(PanelProduct):
+    def emit(self) -> Emitter:
         e = self.e
-        self.count = e.argument(0)
-        self.x = e.pointer(1, I16)
-        self.stride = e.argument(2)
-        self.panels = e.pointer(3, I16)
-        self.out = e.pointer(4, I16 if bfloat16 else F32)
-        self.out_stride = e.argument(5)
-        self.bias = e.pointer(6, F32) if bias else None
         with e.tasks() as panel:
             begin: Any = 0
             for rows in _BLOCKS:
-                end = e.add(begin, e.mul(e.divmod(e.builder.sub(self.count, e.integer(begin)), rows)[0], rows))
+                end = e.add(begin, e.mul(e.div(e.sub(self.count, begin), rows), rows))
                 with e.loop(begin, end, rows) as row:
                     self._block(panel, row, rows)
                 begin = end
+        return e
 
     def _block(self, panel: Any, first: Any, rows: int) -> None:
         e = self.e
-        sums = [[e.variable(VECTOR) for _ in range(VECTORS)] for _ in range(rows)]
-        for own in sums:
-            for into in own:
-                e.builder.store(e.splat(0.0), into)
+        parts = range(0, COLUMNS, LANES)
+        sums = [e.zeros(len(parts)) for _ in range(rows)]
         starts = [e.mul(e.add(first, row), self.stride) for row in range(rows)]
         base = e.mul(panel, self.width * COLUMNS)
-        with e.loop(0, self.width // 2) as pair:
-            place = e.add(base, e.mul(pair, 2 * COLUMNS))
-            weights = [e.load_pairs(self.panels, e.add(place, 2 * LANES * part)) for part in range(VECTORS)]
-            for start, own in zip(starts, sums):
-                x = e.splat_pair(self.x, e.add(start, e.mul(pair, 2)))
-                for into, weight in zip(own, weights):
-                    e.add_products(into, x, weight)
-        for row, own in enumerate(sums):
-            for part, into in enumerate(own):
-                column = e.add(e.mul(panel, COLUMNS), part * LANES)
-                value = e.builder.load(into)
-                if self.bias is not None:
-                    value = e.builder.fadd(value, e.load(self.bias, column))
+
+        def weights(pair: Any) -> list[Any]:
+            start = e.add(base, e.mul(pair, 2 * COLUMNS))
+            return [e.load_pairs(self.panels, e.add(start, 2 * part)) for part in parts]
+
+        add_block(e, PAIRS, sums, self.width // 2, self.x, starts, weights)
+        for row, of_row in enumerate(sums):
+            for part, variable in zip(parts, of_row):
+                column = e.add(e.mul(panel, COLUMNS), part)
+                value = self.biased(e.builder.load(variable), column)
                 e.store(value, self.out, e.add(e.mul(e.add(first, row), self.out_stride), column))

@@ -10,9 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from pagoda.backends.cpu_kernels.emission.ir_text import Function
+from llvmlite import ir
+
+from pagoda.backends.cpu_kernels.emission.emit import (
+    ADDRESS,
+    BF16,
+    F16,
+    F32,
+    I1,
+    I8,
+    I32,
+    I64,
+    Emitter,
+    Types,
+    constants,
+    intrinsic_type,
+)
 
 QUAD: Final = 4
 """Inputs per instruction and output."""
@@ -40,7 +55,7 @@ _SIGN: Final = 0x80808080
 
 Real = Literal["bfloat", "half", "float"]
 BYTES: Final = {"bfloat": 2, "half": 2, "float": 4}
-SUFFIX: Final = {"bfloat": "bf16", "half": "f16", "float": "f32"}
+REAL_TYPES: Final = {"bfloat": BF16, "half": F16, "float": F32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,124 +116,138 @@ class ProductForm:
         return self.chunk * self.chunks
 
     @property
+    def ints(self) -> Any:
+        """LLVM's type of 32-bit integers, or of quads of bytes, for the outputs of a tile."""
+        return ir.VectorType(I32, self.lanes)
+
+    @property
+    def floats(self) -> Any:
+        """LLVM's type of float32 numbers for the outputs of a tile."""
+        return ir.VectorType(F32, self.lanes)
+
+    @property
+    def tile_parameters(self) -> Types:
+        """Parameters of a function that multiplies rows with a tile.
+
+        Addresses: of the tile's weights, scales, offsets, factors (`by`) and bias, of the rows' numbers and factors,
+        and of their results. `stride`: of the results, in elements; `mask`: which outputs of the tile there are.
+        """
+        addresses = ("weights", "scales", "offsets", "by", "bias", "numbers", "factors", "out")
+        sizes = ("groups", "chunks", "stride")
+        mask = ir.VectorType(I1, self.lanes)
+        return dict.fromkeys(addresses, ADDRESS) | dict.fromkeys(sizes, I64) | {"mask": mask}
+
+    @property
     def chunk_bytes(self) -> int:
         """Bytes of a tile's numbers for a chunk of inputs."""
         return self.lanes * self.chunk * self.bits // 8
 
 
-def weight_vectors(f: Function, form: ProductForm, tile: str) -> Iterator[str]:
-    """Yield the vector of unsigned numbers of each quad of a chunk of inputs."""
-    lanes = form.lanes
+def weight_vectors(e: Emitter, form: ProductForm, tile: Any) -> Iterator[Any]:
+    """Yield the vector of unsigned numbers of each quad of a chunk of inputs, which begins at the address `tile`."""
     vector = form.lanes * QUAD
-    ints = f"<{lanes} x i32>"
-    bytes_ = f"<{vector} x i8>"
+    builder = e.builder
+    both: Any = None
+    uppers: Any = None
     for quad in range(form.chunk // QUAD):
         if form.bits == 8:
-            numbers = f.load(ints, f.at(tile, quad * vector))
-            yield f.let(f"xor {ints} {numbers}, {constant('i32', [_SIGN] * lanes)}") if form.signed else numbers
+            numbers = e.read(tile, quad * vector, form.ints)
+            yield builder.xor(numbers, e.splat(_SIGN, form.lanes)) if form.signed else numbers
             continue
         if quad % 2 == 0:
-            both = f.load(ints, f.at(tile, quad // 2 * vector))
-        codes = both if quad % 2 == 0 else f.let(f"lshr {ints} {both}, {constant('i32', [4] * lanes)}")
-        codes = f.let(f"and {ints} {codes}, {constant('i32', [0x0F0F0F0F] * lanes)}")
+            both = e.read(tile, quad // 2 * vector, form.ints)
+        codes = both if quad % 2 == 0 else builder.lshr(both, e.splat(4, form.lanes))
+        codes = builder.and_(codes, e.splat(0x0F0F0F0F, form.lanes))
         if form.bits > 4:
             upper_bits = form.bits - 4
             per_vector = 8 // upper_bits
             if quad % per_vector == 0:
                 first = (form.chunk // QUAD // 2 + quad // per_vector) * vector
-                uppers = f.load(ints, f.at(tile, first))
-            shift = 4 - quad % per_vector * upper_bits
-            moved = uppers
-            if shift:
-                moved = f.let(
-                    f"{'shl' if shift > 0 else 'lshr'} {ints} {uppers}, {constant('i32', [abs(shift)] * lanes)}"
-                )
-            mask = (0x10101010, 0x30303030)[upper_bits - 1]
-            moved = f.let(f"and {ints} {moved}, {constant('i32', [mask] * lanes)}")
-            codes = f.let(f"or {ints} {codes}, {moved}")
-        if form.e2m1:
-            index = f.let(f"bitcast {ints} {codes} to {bytes_}")
-            table = constant("i8", E2M1_DOUBLED * (vector // len(E2M1_DOUBLED)))
-            name = {64: "avx512.pshuf.b.512", 32: "avx2.pshuf.b"}[vector]
-            numbers = f.let(f"call {bytes_} @llvm.x86.{name}({bytes_} {table}, {bytes_} {index})")
-            codes = f.let(f"bitcast {bytes_} {numbers} to {ints}")
-        yield codes
+                uppers = e.read(tile, first, form.ints)
+            codes = builder.or_(codes, _upper_bits(e, form, uppers, quad % per_vector))
+        yield _e2m1_doubled(e, form, codes) if form.e2m1 else codes
 
 
-def add_scaled(f: Function, form: ProductForm, sum_: str, factors: str, scale: str, shift: str, total: str) -> str:
-    """Return a row's total with the integer sums of a group added.
-
-    `factors`: pointer to those of the row's group; `scale`, `shift`: of the weights, where they have them.
-    """
-    lanes = form.lanes
-    ints = f"<{lanes} x i32>"
-    floats = f"<{lanes} x float>"
-    by = f.splat("float", f.load("float", factors), lanes)
-    by = f.let(f"fmul {floats} {scale}, {by}") if form.grouped else by
-    total = fma(f, lanes, f.let(f"sitofp {ints} {sum_} to {floats}"), by, total)
-    if form.offsets:
-        total = fma(f, lanes, shift, f.splat("float", f.load("float", f.at(factors, 8)), lanes), total)
-    return total
+def _upper_bits(e: Emitter, form: ProductForm, uppers: Any, index: int) -> Any:
+    """Return the upper bits of the numbers of a quad, in their places, of a vector that has those of several quads."""
+    upper_bits = form.bits - 4
+    shift = 4 - index * upper_bits
+    moved = uppers
+    if shift:
+        move = e.builder.shl if shift > 0 else e.builder.lshr
+        moved = move(uppers, e.splat(abs(shift), form.lanes))
+    return e.builder.and_(moved, e.splat((0x10101010, 0x30303030)[upper_bits - 1], form.lanes))
 
 
-def scales_of(f: Function, form: ProductForm, group: str, tile: int = 0) -> tuple[str, str]:
-    """Return scales and offsets of a group for a tile's outputs, after the tile of %scales; "" if there are none."""
-    lanes = form.lanes
-    entries = f.let(f"mul i64 {group}, {lanes * 2}")
+def _e2m1_doubled(e: Emitter, form: ProductForm, codes: Any) -> Any:
+    """Return the unsigned numbers of e2m1 codes, see E2M1_DOUBLED, by a table in a register."""
+    size = form.lanes * QUAD
+    index = e.builder.bitcast(codes, ir.VectorType(I8, size))
+    table = constants(I8, E2M1_DOUBLED * (size // len(E2M1_DOUBLED)))
+    shuffle = {64: "avx512.pshuf.b.512", 32: "avx2.pshuf.b"}[size]
+    return e.builder.bitcast(e.call(f"llvm.x86.{shuffle}", table, index), form.ints)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScales:
+    """Scales and offsets of a group of inputs for the outputs of a tile; None: the weights have none."""
+
+    scale: Any | None
+    offset: Any | None
+
+
+def group_scales(e: Emitter, form: ProductForm, group: Any, tile: int = 0) -> GroupScales:
+    """Return the scales of a group. `tile`: after the one that the function's `scales` and `offsets` belong to."""
+    start = e.mul(group, form.lanes * 2)
     if tile:
-        entries = f.let(f"add i64 {entries}, {tile * form.matrix_groups * lanes * 2}")
-    scale = halves(f, f.at("%scales", entries), lanes) if form.grouped else ""
-    return scale, halves(f, f.at("%offsets", entries), lanes) if form.offsets else ""
+        start = e.add(start, tile * form.matrix_groups * form.lanes * 2)
+
+    def halves(name: str) -> Any:
+        return e.builder.fpext(e.read(e.parameters[name], start, ir.VectorType(F16, form.lanes)), form.floats)
+
+    scale = halves("scales") if form.grouped else None
+    return GroupScales(scale, halves("offsets") if form.offsets else None)
+
+
+def add_scaled(e: Emitter, form: ProductForm, sums: Any, factors: Any, scales: GroupScales, total: Any) -> Any:
+    """Return a row's total with the integer sums of a group added. `factors`: address of those of the row's group."""
+    by = e.splat(e.read(factors, 0, F32), form.lanes)
+    by = by if scales.scale is None else e.builder.fmul(scales.scale, by)
+    total = e.fma(e.builder.sitofp(sums, form.floats), by, total)
+    if scales.offset is None:
+        return total
+    return e.fma(scales.offset, e.splat(e.read(factors, 8, F32), form.lanes), total)
 
 
 class Writer:
     """Writes results of a tile's outputs: totals by the factors per output, with their bias."""
 
-    def __init__(self, f: Function, form: ProductForm, mask: str, tile: int = 0) -> None:
-        """`tile`: after the one that %by, %bias and %out belong to."""
-        lanes = form.lanes
-        floats = f"<{lanes} x float>"
-        self._f = f
+    def __init__(self, e: Emitter, form: ProductForm, mask: Any, tile: int = 0) -> None:
+        """`tile`: after the one that the function's `by`, `bias` and `out` belong to."""
+        self._e = e
         self._form = form
         self._mask = mask
-        self._first = tile * lanes
-        self._by = f.load(floats, f.at("%by", 4 * self._first))
-        self._bias = "zeroinitializer"
+        self._first = tile * form.lanes
+        self._by = e.read(e.parameters["by"], 4 * self._first, form.floats)
+        self._bias = ir.Constant(form.floats, None)
         if form.biased:
-            place = f.at("%bias", 4 * self._first)
-            load = (
-                f"@llvm.masked.load.v{lanes}f32.p0(ptr {place}, i32 4, <{lanes} x i1> {mask}, {floats} zeroinitializer)"
-            )
-            self._bias = f.let(f"call {floats} {load}")
+            place = e.at(e.parameters["bias"], 4 * self._first)
+            name = f"llvm.masked.load.{intrinsic_type(form.floats)}.p0"
+            self._bias = e.call(name, place, ir.Constant(I32, 4), mask, self._bias, result=form.floats)
 
-    def write(self, totals: Sequence[str], first: int = 0) -> None:
+    def write(self, totals: Sequence[Any], first: int = 0) -> None:
         """Write rows from `first` on, of the activations; a precise product has two totals for each."""
-        f = self._f
+        e = self._e
         form = self._form
-        lanes = self._form.lanes
-        floats = f"<{lanes} x float>"
         if form.precise:
-            totals = [f.let(f"fadd {floats} {upper}, {lower}") for upper, lower in zip(totals[::2], totals[1::2])]
+            totals = [e.builder.fadd(upper, lower) for upper, lower in zip(totals[::2], totals[1::2])]
+        kind = ir.VectorType(REAL_TYPES[form.out], form.lanes)
+        size = BYTES[form.out]
         for row, total in enumerate(totals, first):
-            value = fma(f, lanes, total, self._by, self._bias)
+            value = e.fma(total, self._by, self._bias)
             if form.out != "float":
-                value = f.let(f"fptrunc {floats} {value} to <{lanes} x {form.out}>")
-            cell = f.let(f"add i64 {f.let(f'mul i64 %stride, {row}')}, {self._first}")
-            place = f.at("%out", f.let(f"mul i64 {cell}, {BYTES[form.out]}"))
-            arguments = (
-                f"<{lanes} x {form.out}> {value}, ptr {place}, i32 {BYTES[form.out]}, <{lanes} x i1> {self._mask}"
-            )
-            f.do(f"call void @llvm.masked.store.v{lanes}{SUFFIX[form.out]}.p0({arguments})")
-
-
-def constant(kind: str, values: Sequence[int]) -> str:
-    return "<" + ", ".join(f"{kind} {value}" for value in values) + ">"
-
-
-def halves(f: Function, pointer: str, lanes: int) -> str:
-    return f.let(f"fpext <{lanes} x half> {f.load(f'<{lanes} x half>', pointer)} to <{lanes} x float>")
-
-
-def fma(f: Function, lanes: int, a: str, b: str, c: str) -> str:
-    floats = f"<{lanes} x float>"
-    return f.let(f"call {floats} @llvm.fma.v{lanes}f32({floats} {a}, {floats} {b}, {floats} {c})")
+                value = e.builder.fptrunc(value, kind)
+            cell = e.add(e.mul(e.parameters["stride"], row), self._first)
+            place = e.at(e.parameters["out"], e.mul(cell, size))
+            name = f"llvm.masked.store.{intrinsic_type(kind)}.p0"
+            e.call(name, value, place, ir.Constant(I32, size), self._mask, result=ir.VoidType())

@@ -7,234 +7,176 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
-from pagoda.backends.cpu_kernels.emission.ir_text import Function
-from pagoda.backends.cpu_kernels.emission.tiles import (
-    REGISTERS,
-    ROW_BYTES,
-    TILE_BYTES,
-    TILE_CONFIG_BYTES,
-    TILE_ROWS_AT,
-    TILE_WIDTHS_AT,
-)
+from llvmlite import ir
+
+from pagoda.backends.cpu_kernels.emission.emit import I8, Emitter, Types
+from pagoda.backends.cpu_kernels.emission.tiles import REGISTERS, ROW_BYTES, TILE_BYTES, TileRegisters, Tiles
 from pagoda.backends.cpu_kernels.products.quantized_form import (
     FACTOR_BYTES,
     MATRIX_ROWS,
     QUAD,
     SQUARE_ROWS,
+    GroupScales,
     ProductForm,
     Writer,
     add_scaled,
-    constant,
-    scales_of,
+    group_scales,
     weight_vectors,
 )
 
-_CONFIG: Final = "@matrix_config"
-_SUMS = 0
-_NUMBERS = 4
-_WEIGHTS = 6
+_SUMS: Final = 0
+_NUMBERS: Final = 4
+_WEIGHTS: Final = 6
 """First registers of four tiles of sums, two of rows, two of weights."""
 
 
-def declarations(form: ProductForm) -> list[str]:
-    """Return the tile instructions, and the shapes of the registers."""
-    config = bytearray(TILE_CONFIG_BYTES)
-    config[0] = 1  # palette
-    quads = form.matrix_inputs // QUAD
-    for register in range(REGISTERS):
-        rows = MATRIX_ROWS
-        width = ROW_BYTES
-        if register >= _WEIGHTS:
-            rows = quads
-        elif register >= _NUMBERS:
-            width = QUAD * quads
-        config[TILE_WIDTHS_AT + 2 * register] = width
-        config[TILE_ROWS_AT + register] = rows
-    values = ", ".join(f"i8 {value}" for value in config)
-    return [
-        f"{_CONFIG} = internal constant [{len(config)} x i8] [{values}], align 64",
-        "declare void @llvm.x86.ldtilecfg(ptr)",
-        "declare void @llvm.x86.tilerelease()",
-        "declare void @llvm.x86.tilezero(i8)",
-        "declare void @llvm.x86.tileloadd64(i8, ptr, i64)",
-        "declare void @llvm.x86.tilestored64(i8, ptr, i64)",
-        f"declare void @llvm.x86.{_product(form)}(i8, i8, i8)",
-    ]
-
-
-def configure(f: Function) -> None:
+def configure(e: Emitter, form: ProductForm) -> TileRegisters:
     """Set the shapes of the registers."""
-    f.do(f"call void @llvm.x86.ldtilecfg(ptr {_CONFIG})")
+    quads = form.matrix_inputs // QUAD
+    numbers = range(_NUMBERS, _WEIGHTS)
+    registers = TileRegisters(e, [QUAD * quads if number in numbers else ROW_BYTES for number in range(REGISTERS)])
+    registers.configure([quads if number >= _WEIGHTS else MATRIX_ROWS for number in range(REGISTERS)])
+    return registers
 
 
-def release(f: Function) -> None:
-    """Free the registers."""
-    f.do("call void @llvm.x86.tilerelease()")
-
-
-def unpack(f: Function, form: ProductForm, tile: str, into: str) -> None:
+def unpack(e: Emitter, form: ProductForm, tile: Any, into: Any) -> None:
     """Store a tile's numbers of fewer than 8 bits, less their zero, as bytes."""
     vector = QUAD * form.lanes
-    bytes_ = f"<{vector} x i8>"
-    ints = f"<{form.lanes} x i32>"
-
-    def chunk(index: str, _: Sequence[str]) -> list[str]:
-        first = f.at(into, f.let(f"mul i64 {index}, {form.chunk * form.lanes}"))
-        source = f.at(tile, f.let(f"mul i64 {index}, {form.chunk_bytes}"))
-        for quad, numbers in enumerate(weight_vectors(f, form, source)):
-            each = f.let(f"bitcast {ints} {numbers} to {bytes_}")
-            each = f.let(f"sub {bytes_} {each}, {constant('i8', [form.zero] * vector)}")
-            f.store(bytes_, each, f.at(first, quad * vector))
-        return []
-
-    f.loop("0", str(form.matrix_width // form.chunk), chunk)
+    kind = ir.VectorType(I8, vector)
+    zero = ir.Constant(kind, [I8(form.zero)] * vector)
+    with e.loop(0, form.matrix_width // form.chunk) as chunk:
+        first = e.at(into, e.mul(chunk, form.chunk * form.lanes))
+        source = e.at(tile, e.mul(chunk, form.chunk_bytes))
+        for quad, numbers in enumerate(weight_vectors(e, form, source)):
+            e.write(e.builder.sub(e.builder.bitcast(numbers, kind), zero), first, quad * vector)
 
 
-def block(form: ProductForm, signature: str, attributes: str) -> str:
+def block(module: ir.Module, form: ProductForm) -> Emitter:
     """Return `tile_16`: 16 rows with a tile of weights of 8 bits."""
-    f = Function(signature, f"noinline {attributes}")
-    sums = _Sums(f, form, 1, 1)
-    totals = [f"<{form.lanes} x float>"] * MATRIX_ROWS
+    e = Emitter(module, f"tile_{MATRIX_ROWS}", form.tile_parameters)
+    sums = _Sums(e, form, halves=1, tiles=1)
+    totals = e.zeros(MATRIX_ROWS, form.floats)
 
-    def scaled(group: str, carried: Sequence[str]) -> list[str]:
-        scale, shift = scales_of(f, form, group)
-        return [
-            add_scaled(f, form, sums.load(group, row, 0), _factors(f, form, group, row), scale, shift, total)
-            for row, total in enumerate(carried)
-        ]
+    def scaled(group: Any) -> list[Any]:
+        """Return the totals of all rows with a group."""
+        scales = group_scales(e, form, group)
+        return [sums.add_scaled(group, row, 0, scales, e.builder.load(total)) for row, total in enumerate(totals)]
 
-    def step(group: str, carried: Sequence[str]) -> list[str]:
+    sums.multiply(0)
+    with e.loop(1, form.matrix_groups) as group:
         sums.multiply(group)
-        return scaled(f.let(f"sub i64 {group}, 1"), carried)
-
-    sums.multiply("0")
-    before_last = f.loop("1", str(form.matrix_groups), step, [(kind, "zeroinitializer") for kind in totals])
-    Writer(f, form, "%mask").write(scaled(str(form.matrix_groups - 1), before_last))
-    f.do("ret void")
-    return f.text
+        for total, value in zip(totals, scaled(e.add(group, -1))):
+            e.builder.store(value, total)
+    Writer(e, form, e.parameters["mask"]).write(scaled(form.matrix_groups - 1))
+    e.finish()
+    return e
 
 
-SQUARE: Final = "square"
-"""The function of 32 rows with two tiles."""
+def square_parameters(form: ProductForm) -> Types:
+    """Return the parameters of `square`. `right`: the mask of the second tile's outputs."""
+    parameters = form.tile_parameters
+    kept = {name: kind for name, kind in parameters.items() if name not in ("groups", "chunks")}
+    return kept | {"right": parameters["mask"]}
 
 
-def square(form: ProductForm, attributes: str) -> str:
-    """Return `square`: 32 rows with two tiles of weights of 8 bits. `%right`: the mask of the second one's outputs."""
-    lanes = form.lanes
-    floats = f"<{lanes} x float>"
-    f = Function(
-        f"internal void @{SQUARE}(ptr %weights, ptr %scales, ptr %offsets, ptr %by, ptr %bias, ptr %numbers, "
-        f"ptr %factors, ptr %out, i64 %stride, <{lanes} x i1> %mask, <{lanes} x i1> %right)",
-        f"noinline {attributes}",
-    )
-    sums = _Sums(f, form, 2, 2)
-    totals = f.let(f"alloca [{4 * TILE_BYTES} x i8], align {ROW_BYTES}")
-    places = [[f.at(totals, _cell(row, side, 2)) for side in range(2)] for row in range(SQUARE_ROWS)]
+def square(module: ir.Module, form: ProductForm) -> Emitter:
+    """Return `square`: 32 rows with two tiles of weights of 8 bits."""
+    e = Emitter(module, "square", square_parameters(form))
+    sums = _Sums(e, form, halves=2, tiles=2)
+    totals = e.variable(I8, 4 * TILE_BYTES)
+    places = [[e.at(totals, _cell(row, side, 2)) for side in range(2)] for row in range(SQUARE_ROWS)]
     for place in chain.from_iterable(places):
-        f.store(floats, "zeroinitializer", place, ROW_BYTES)
+        e.write(ir.Constant(form.floats, None), place, 0, align=ROW_BYTES)
 
-    def scaled(group: str, rows: range) -> list[list[str]]:
+    def scaled(group: Any, rows: range) -> list[list[Any]]:
         """Return the totals of rows, by side, with a group."""
-        of_weights = [scales_of(f, form, group, side) for side in range(2)]
+        scales = [group_scales(e, form, group, side) for side in range(2)]
         results = []
         for row in rows:
-            factors = _factors(f, form, group, row)
-            before = [f.load(floats, place, ROW_BYTES) for place in places[row]]
-            results.append(
-                [
-                    add_scaled(f, form, sums.load(group, row, side), factors, *of_weights[side], before[side])
-                    for side in range(2)
-                ]
-            )
+            before = [e.read(place, 0, form.floats, align=ROW_BYTES) for place in places[row]]
+            results.append([sums.add_scaled(group, row, side, scales[side], before[side]) for side in range(2)])
         return results
 
-    def step(group: str, _: Sequence[str]) -> list[str]:
-        previous = f.let(f"sub i64 {group}, 1")
-        steps = form.group // form.matrix_inputs
-        per_step = -(-SQUARE_ROWS // steps)
+    steps = form.group // form.matrix_inputs
+    per_step = -(-SQUARE_ROWS // steps)
+    sums.multiply(0)
+    with e.loop(1, form.matrix_groups) as group:
+        previous = e.add(group, -1)
 
-        def beside(number: int) -> None:
-            rows = range(number * per_step, min((number + 1) * per_step, SQUARE_ROWS))
+        def scale_some(step: int) -> None:
+            rows = range(step * per_step, min((step + 1) * per_step, SQUARE_ROWS))
             for row, values in zip(rows, scaled(previous, rows)):
                 for place, value in zip(places[row], values):
-                    f.store(floats, value, place, ROW_BYTES)
+                    e.write(value, place, 0, align=ROW_BYTES)
 
-        sums.multiply(group, beside)
-        return []
-
-    sums.multiply("0")
-    f.loop("1", str(form.matrix_groups), step)
-    writers = [Writer(f, form, mask, side) for side, mask in enumerate(("%mask", "%right"))]
+        sums.multiply(group, scale_some)
+    writers = [Writer(e, form, e.parameters[mask], side) for side, mask in enumerate(("mask", "right"))]
     per_row = 2 if form.precise else 1
     for row in range(0, SQUARE_ROWS, per_row):
-        values = scaled(str(form.matrix_groups - 1), range(row, row + per_row))
+        values = scaled(form.matrix_groups - 1, range(row, row + per_row))
         for side, writer in enumerate(writers):
-            writer.write([each[side] for each in values], row // per_row)
-    f.do("ret void")
-    return f.text
+            writer.write([by_side[side] for by_side in values], row // per_row)
+    e.finish()
+    return e
 
 
 class _Sums:
     """Integer sums of the rows of a group with the outputs of tiles, of two groups at a time."""
 
-    def __init__(self, f: Function, form: ProductForm, halves: int, tiles: int) -> None:
+    def __init__(self, e: Emitter, form: ProductForm, halves: int, tiles: int) -> None:
         """`halves`: of 16 rows."""
-        self._f = f
+        self._e = e
         self._form = form
         self._halves = halves
         self._tiles = tiles
         self._bytes = halves * tiles * TILE_BYTES
-        self._memory = f.let(f"alloca [{2 * self._bytes} x i8], align {ROW_BYTES}")
+        self._memory = e.variable(I8, 2 * self._bytes)
+        self._registers = Tiles(e)
 
-    def _of(self, group: str) -> str:
-        odd = self._f.let(f"and i64 {group}, 1")
-        return self._f.at(self._memory, self._f.let(f"mul i64 {odd}, {self._bytes}"))
+    def _of(self, group: Any) -> Any:
+        e = self._e
+        odd = e.builder.and_(e.integer(group), e.integer(1))
+        return e.at(self._memory, e.mul(odd, self._bytes))
 
-    def load(self, group: str, row: int, tile: int) -> str:
-        """Return the sums of a row."""
-        ints = f"<{self._form.lanes} x i32>"
-        return self._f.load(ints, self._f.at(self._of(group), _cell(row, tile, self._tiles)), ROW_BYTES)
+    def add_scaled(self, group: Any, row: int, tile: int, scales: GroupScales, total: Any) -> Any:
+        """Return a row's total with the sums of a group added."""
+        e = self._e
+        form = self._form
+        sums = e.read(self._of(group), _cell(row, tile, self._tiles), form.ints, align=ROW_BYTES)
+        of_group = e.at(e.parameters["factors"], e.mul(group, FACTOR_BYTES))
+        factors = e.at(of_group, row * form.matrix_groups * FACTOR_BYTES)
+        return add_scaled(e, form, sums=sums, factors=factors, scales=scales, total=total)
 
-    def multiply(self, group: str, beside: Callable[[int], None] = lambda step: None) -> None:
+    def multiply(self, group: Any, beside: Callable[[int], None] = lambda step: None) -> None:
         """Multiply a group. `beside`: builds what else each step does."""
-        f = self._f
+        e = self._e
         form = self._form
         width = form.matrix_width
+        instruction = "tdpbssd" if form.signed else "tdpbsud"
         registers = [(half, tile) for half in range(self._halves) for tile in range(self._tiles)]
         for register in range(len(registers)):
-            f.do(f"call void @llvm.x86.tilezero(i8 {_SUMS + register})")
-        for number, first in enumerate(range(0, form.group, form.matrix_inputs)):
-            inputs = f.let(f"add i64 {f.let(f'mul i64 {group}, {form.group}')}, {first}")
+            self._registers.zero(_SUMS + register)
+        for step, first in enumerate(range(0, form.group, form.matrix_inputs)):
+            inputs = e.add(e.mul(group, form.group), first)
             for half in range(self._halves):
-                place = f.at(f.at("%numbers", inputs), half * MATRIX_ROWS * width)
-                f.do(f"call void @llvm.x86.tileloadd64(i8 {_NUMBERS + half}, ptr {place}, i64 {width})")
+                rows = e.at(e.at(e.parameters["numbers"], inputs), half * MATRIX_ROWS * width)
+                self._registers.load(_NUMBERS + half, rows, width)
             for tile in range(self._tiles):
-                place = f.at(f.at("%weights", f.let(f"mul i64 {inputs}, {form.lanes}")), tile * form.lanes * width)
-                f.do(f"call void @llvm.x86.tileloadd64(i8 {_WEIGHTS + tile}, ptr {place}, i64 {ROW_BYTES})")
+                start = e.mul(inputs, form.lanes)
+                weights = e.at(e.at(e.parameters["weights"], start), tile * form.lanes * width)
+                self._registers.load(_WEIGHTS + tile, weights, ROW_BYTES)
             for register, (half, tile) in enumerate(registers):
-                operands = f"i8 {_SUMS + register}, i8 {_NUMBERS + half}, i8 {_WEIGHTS + tile}"
-                f.do(f"call void @llvm.x86.{_product(form)}({operands})")
-            beside(number)
+                self._registers.add_products(_SUMS + register, _NUMBERS + half, _WEIGHTS + tile, instruction)
+            beside(step)
         stored = self._of(group)
         for register in range(len(registers)):
-            place = f.at(stored, register * TILE_BYTES)
-            f.do(f"call void @llvm.x86.tilestored64(i8 {_SUMS + register}, ptr {place}, i64 {ROW_BYTES})")
-
-
-def _product(form: ProductForm) -> str:
-    """Return the instruction for signed rows and signed or unsigned weights."""
-    return "tdpbssd" if form.signed else "tdpbsud"
+            self._registers.store(_SUMS + register, e.at(stored, register * TILE_BYTES), ROW_BYTES)
 
 
 def _cell(row: int, tile: int, tiles: int) -> int:
     """Return where a row's results with a tile are, in bytes."""
     return (row // MATRIX_ROWS * tiles + tile) * TILE_BYTES + row % MATRIX_ROWS * ROW_BYTES
-
-
-def _factors(f: Function, form: ProductForm, group: str, row: int) -> str:
-    """Return the pointer to the factors of a row's group."""
-    return f.at(f.at("%factors", f.let(f"mul i64 {group}, {FACTOR_BYTES}")), row * form.matrix_groups * FACTOR_BYTES)

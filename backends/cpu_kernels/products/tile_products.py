@@ -12,16 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Final
 
-import torch
-from torch import Tensor
-
-from pagoda.backends.cpu_kernels.emission.emit import F32, I16, I64, LANES, Emitter
+from pagoda.backends.cpu_kernels.emission.emit import F32, I64, LANES
 from pagoda.backends.cpu_kernels.emission.jit import Kernel
-from pagoda.backends.cpu_kernels.emission.tiles import SIDE, Tiles, available
+from pagoda.backends.cpu_kernels.emission.tiles import SIDE, TileRegisters, available
+from pagoda.backends.cpu_kernels.products.panels import COLUMNS, PanelProduct
 from pagoda.backends.cpu_kernels.rows import activated
-
-COLUMNS: Final = 2 * SIDE
-"""Outputs of two panels."""
 
 UNITS: Final = 2
 """Units of a task. A unit is two panels: consecutive ones, or gates and what they are multiplied with."""
@@ -29,7 +24,7 @@ UNITS: Final = 2
 _INPUTS: Final = 2 * SIDE
 _BLOCK: Final = 2 * SIDE
 _AHEAD: Final = 4
-"""Cache lines of each of the next panels that are asked for in each step of inputs."""
+"""Cache lines of each of the next two panels that a step of inputs asks for."""
 
 _CACHED_BYTES: Final = 1 << 20
 """Of x, in a task's block of rows: half of the second cache."""
@@ -38,14 +33,6 @@ _CACHED_BYTES: Final = 1 << 20
 def supported(width: int) -> bool:
     """Return whether the processor has tiles and a row of x is whole tiles."""
     return width % _INPUTS == 0 and available("amx-bf16")
-
-
-def pack(weight: Tensor) -> Tensor:
-    """Return the panels [panels, in / 2, 16, 2] of a bfloat16 matrix [out, in], an even number."""
-    out, width = weight.shape
-    padded = torch.zeros(-(-out // COLUMNS) * COLUMNS, width, dtype=weight.dtype)
-    padded[:out] = weight
-    return padded.view(-1, SIDE, width // 2, 2).transpose(1, 2).contiguous()
 
 
 def task_rows(width: int) -> int:
@@ -77,20 +64,12 @@ def gated_product_kernel(width: int, activation: str, *, bias: bool) -> Kernel:
     return Kernel(_GatedProduct(width, activation, bias).e.module)
 
 
-class _TileProduct:
+class _TileProduct(PanelProduct):
     def __init__(self, width: int, bfloat16: bool, bias: bool) -> None:
-        self.width = width
-        self.e = Emitter()
+        super().__init__(width, bfloat16, bias)
         e = self.e
-        self.count = e.argument(0)
-        self.x = e.pointer(1, I16)
-        self.stride = e.argument(2)
-        self.panels = e.pointer(3, I16)
-        self.out = e.pointer(4, I16 if bfloat16 else F32)
-        self.out_stride = e.argument(5)
-        self.bias = e.pointer(6, F32) if bias else None
         self.units = units = e.argument(7)
-        self.tiles = Tiles(e)
+        self.tiles = TileRegisters(e)
         self.sums = e.variable(F32, _BLOCK * _BLOCK)
         self.row_before = e.variable(I64)  # of the sums that are not written yet
         self.unit_before = e.variable(I64)
@@ -231,19 +210,13 @@ class _TileProduct:
         start = e.add(e.mul(e.add(first, row), self.out_stride), e.mul(unit, COLUMNS))
         for part in range(2):
             value = self._sums(unit, part, row)
-            place = e.add(start, part * LANES)
-            if self.out.type.pointee == I16:
-                e.store_bfloat16(value, self.out, place)
-            else:
-                e.store(value, self.out, place)
+            e.store(value, self.out, e.add(start, part * LANES))
 
     def _sums(self, unit: Any, part: int, row: Any) -> Any:
         """Return 16 sums of a row with their bias."""
         e = self.e
         value = e.load(self.sums, e.add(e.mul(row, COLUMNS), part * LANES))
-        if self.bias is None:
-            return value
-        return e.builder.fadd(value, e.load(self.bias, e.mul(self._panel(unit, part), SIDE)))
+        return self.biased(value, e.mul(self._panel(unit, part), SIDE))
 
 
 class _GatedProduct(_TileProduct):
@@ -260,4 +233,4 @@ class _GatedProduct(_TileProduct):
         e = self.e
         gate, up = (self._sums(unit, part, row) for part in range(2))
         place = e.add(e.mul(e.add(first, row), self.out_stride), e.mul(unit, LANES))
-        e.store_bfloat16(e.builder.fmul(activated(e, self.activation, gate), up), self.out, place)
+        e.store(e.builder.fmul(activated(e, self.activation, gate), up), self.out, place)

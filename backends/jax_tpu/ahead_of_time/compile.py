@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +42,7 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.models.drafters import DrafterSpec
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import own_spec
-from pagoda.common.weights.quantization.tensors import Scheme
+from pagoda.common.weights.quantization.schemes import Scheme
 from pagoda.kernels_pallas.chips import CHIPS
 
 __all__ = ["compile_ahead", "find_target"]
@@ -161,33 +161,40 @@ def compile_programs(program_set: ProgramSet[Any], keys: Sequence[ProgramKind]) 
     with tempfile.TemporaryDirectory(prefix="pagoda-compile-") as folder:
         numbers = iter(range(len(keys)))
 
-        def compile(
-            key: ProgramKind, lowered: jax.stages.Lowered
-        ) -> tuple[float, jax.stages.Compiled, Schedule | None]:
+        def compile(key: ProgramKind, lowered: jax.stages.Lowered) -> Compilation:
             dump = Path(folder, str(next(numbers)))
             begin = time.perf_counter()
             options: dict[str, str | bool] = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
             executable = lowered.compile(compiler_options=options if on_tpu else None)
             seconds = time.perf_counter() - begin
-            return seconds, executable, _schedule(dump, key.data_trips)
+            return Compilation(seconds, executable, _schedule(dump, key.data_trips))
 
         on_tpu = program_set.model.kernel.use_kernel
         with serialisable():
             results = dict(compile_all(program_set, keys, compile))
-    return tuple(_compiled(program_set, key, *results[key]) for key in keys)
+    return tuple(_compiled(program_set, key, results[key]) for key in keys)
 
 
-def _compiled(
-    program_set: ProgramSet[Any],
-    key: ProgramKind,
-    seconds: float,
-    executable: jax.stages.Compiled,
-    schedule: Schedule | None,
-) -> CompiledProgram:
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """What the compiler made of a program."""
+
+    seconds: float
+    executable: jax.stages.Compiled
+    schedule: Schedule | None  # None: the compiler wrote none
+
+
+def _compiled(program_set: ProgramSet[Any], key: ProgramKind, compilation: Compilation) -> CompiledProgram:
     model = program_set.model
     assert isinstance(model, Model), "it was built from a spec"
-    cost = key.cost(model, key.full_load(model, max(blocks_of(program_set.facts))))
-    return CompiledProgram(key, seconds, ProgramMemory.of(executable), cost, schedule, executable)
+    return CompiledProgram(
+        key=key,
+        seconds=compilation.seconds,
+        memory=ProgramMemory.of(compilation.executable),
+        cost=key.cost(model, key.full_load(model, max(blocks_of(program_set.facts)))),
+        schedule=compilation.schedule,
+        executable=compilation.executable,
+    )
 
 
 def _schedule(dump: Path, data_trips: int) -> Schedule | None:

@@ -369,7 +369,7 @@ def _add_exchange(current: _Computation, line: str, name: str, shape: str, kind:
         for each in _NAME.findall(operands):
             current.end(each)
         return
-    sizes = [_bytes(*each) for each in _ARRAY.findall(shape)]
+    sizes = [_bytes(kind=kind, bits=bits, sizes=sizes) for kind, bits, sizes in _ARRAY.findall(shape)]
     groups = _GROUPS.search(line)
     devices = 2
     if groups is not None:

@@ -197,9 +197,7 @@ class JaxFeatureDrafter(nnx.Module):
     def _layers(
         self, batch: StepInput, features: jax.Array, target: Target, caches: Caches
     ) -> tuple[jax.Array, Caches]:
-        rotations: Rotations = {None: None}
-        for rope, table in zip(self.spec.ropes, self.rotary):
-            rotations[rope] = rotation(table[...], batch.positions)
+        rotations = {rope: rotation(table[...], batch.positions) for rope, table in zip(self.spec.ropes, self.rotary)}
         x, caches = self._front(batch, features, target, caches, rotations)
         for segment in self.segments:
             x, caches, _ = segment(x, caches, rotations, batch, None, BlockInputs(x, ()))

@@ -181,7 +181,7 @@ def single_tokens(step: StepInput, token_ids: jax.Array, positions: jax.Array, a
         kv_len=jnp.where(active, positions + 1, 1).astype(jnp.int32),
         counts=jnp.stack([real, real]),
         num_drafts=jnp.zeros(0, jnp.int32),
-        page_tables=jnp.where(active[None, :, None], step.page_tables, 0),
+        page_tables=jnp.where(jnp.repeat(active, step.shape.pages), step.page_tables, 0),
         shape=replace(step.shape, tokens=seqs, decode_only=True, width=1, adapted=False),
         adapter_slots=None,
         adapter_mask=None,
@@ -206,4 +206,6 @@ def build_drafter(spec: DrafterSpec, target: StepModel) -> JaxDrafter:
     )
     caches = target.cache_index.after(len(target.spec.caches))
     arrays = module_arrays(lambda: make_draft_decoder(spec, caches, target.max_len, build), target.mesh)
-    return JaxDrafter(spec, target, *arrays)
+    return JaxDrafter(
+        spec=spec, target=target, leaves=arrays.leaves, paths=arrays.paths, axes=arrays.axes, split=arrays.split
+    )

@@ -187,7 +187,7 @@ def lower(model: StepModel, parts: ProgramParts, outputs: Any, *, overlaps: bool
     with model.matmul_precision:
         options = compiler_options(model.kernel, overlaps=overlaps)
         jitted = jax.jit(parts.function, donate_argnums=parts.donated, out_shardings=outputs, compiler_options=options)
-        return jitted.lower(*parts.arguments)
+        return jitted.trace(*parts.arguments).lower()
 
 
 def shapes_of(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:

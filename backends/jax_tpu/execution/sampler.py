@@ -202,8 +202,11 @@ class JaxSampler:
             logits = programs[MaskLogits(seqs, rows=count)](logits, bits, masked)
         if penalised:
             packed = _penalties(penalised, rows, width, drafts=self.width > 1)
-            before = (self.history,) if self.width > 1 else ()
-            logits = programs[PenaliseLogits(seqs)](logits, self._counts, packed, *before, *shift_rows)
+            penalise = programs[PenaliseLogits(seqs)]
+            if self.width > 1:
+                logits = penalise(logits, self._counts, packed, self.history, rules[7])
+            else:
+                logits = penalise(logits, self._counts, packed)
         return logits
 
 
@@ -220,6 +223,6 @@ def _penalties(penalised: Sequence[SampledRow], rows: int, width: int, *, drafts
         rules = sampled.state.rules
         index = sampled.index
         packed[0, index] = sampled.row
-        real[1:4, index] = rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty
+        real[1:4, index] = rules.penalties
         packed[4:, index] = (sampled.known, index % width)[: len(packed) - 4]
     return packed

@@ -97,7 +97,7 @@ class StepInput:
     rows: jax.Array  # int32 [S]: row of the history
     counts: jax.Array  # int32 [2]: decode sequences, all sequences
     num_drafts: jax.Array  # int32 [S], or [0] in steps without drafts
-    page_tables: jax.Array  # int32 [G, S, P]
+    page_tables: jax.Array  # int32 [G, S * P], see `page_table`
     kernel: KernelChoice
     shape: StepShape
     repeat: jax.Array | int = 0  # of the repeats of a segment's layers, the current one
@@ -117,7 +117,7 @@ class StepInput:
         token_ids, query_start, kv_len, rows, counts, num_drafts, slots, guess_counts, tables = jnp.split(
             packed, np.cumsum(sizes)
         )
-        tables = tables.reshape(shape.groups, shape.seqs, shape.pages)
+        tables = tables.reshape(shape.groups, shape.seqs * shape.pages)
         adapter_slots = slots if shape.adapted else None
         return cls(
             token_ids,
@@ -185,9 +185,22 @@ class StepInput:
         """Return the tokens of the longest sequence that the block tables can hold."""
         return self.shape.pages * self.kernel.page_size
 
+    def page_table(self, cache_index: jax.Array) -> jax.Array:
+        """Return the block table of a cache's group, int32 [S, P].
+
+        Tables are kept flat, the rows of a group one after the other, which is the order of scalar memory: a kernel
+        that flattens the result reads them as they are, where an array of rows would be rearranged in every layer.
+        """
+        return self.page_tables[cache_index[0]].reshape(self.shape.seqs, self.shape.pages)
+
     def ragged(self, cache_index: jax.Array) -> RaggedBatch:
         """Return the sequences with their blocks of a cache."""
-        return RaggedBatch(self.query_start, self.kv_len, self.page_tables[cache_index[0]], self.counts)
+        return RaggedBatch(
+            query_start=self.query_start,
+            kv_len=self.kv_len,
+            page_table=self.page_table(cache_index),
+            counts=self.counts,
+        )
 
     def kernel_batch(self, cache_index: jax.Array, cache: jax.Array) -> dict[str, Any]:
         """Return the kernels' arguments that describe the sequences."""
@@ -195,7 +208,7 @@ class StepInput:
             "layer": self.cache_layer(cache_index, cache),
             "query_start": self.query_start,
             "kv_len": self.kv_len,
-            "page_table": self.page_tables[cache_index[0]],
+            "page_table": self.page_table(cache_index),
             "counts": self.counts,
             "decode_only": self.shape.decode_only,
         }
@@ -212,7 +225,8 @@ class StepInput:
     def states(self, cache_index: jax.Array) -> RecurrentBatch:
         """Return the sequences with the blocks of their recurrent state."""
         is_first = self.kv_len == jnp.diff(self.query_start)
-        return RecurrentBatch(self.query_start, self.page_tables[cache_index[0]][:, 0], is_first, self.counts)
+        blocks = self.page_tables[cache_index[0], :: self.shape.pages]
+        return RecurrentBatch(query_start=self.query_start, blocks=blocks, is_first=is_first, counts=self.counts)
 
     def resolve_ids(self, history: jax.Array) -> jax.Array:
         """Return token ids int32 [T] with PREVIOUS and guesses replaced from the history [rows+1, length]."""

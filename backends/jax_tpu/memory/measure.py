@@ -95,6 +95,12 @@ def _digest(program_set: StepProgramSet) -> str:
 
 def _read(path: Path) -> ProgramNeeds | None:
     try:
-        return ProgramNeeds(**{name: int(size) for name, size in json.loads(path.read_text()).items()})
-    except (OSError, ValueError, TypeError, AttributeError):
+        sizes = json.loads(path.read_text())
+        return ProgramNeeds(
+            temporaries=int(sizes["temporaries"]),
+            results=int(sizes["results"]),
+            code=int(sizes["code"]),
+            rows=int(sizes["rows"]),
+        )
+    except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -177,9 +177,7 @@ class JaxDecoder(nnx.Module):
             step = step.with_adapters(self.lora.slots, self.lora.rank)
         with jax.named_scope("embed"):
             x = self._embed(token_ids, positions, step, embeds)
-        rotations: Rotations = {None: None}
-        for rope, table in zip(self.spec.ropes, self.rotary):
-            rotations[rope] = rotation(table[...], positions)
+        rotations = {rope: rotation(table[...], positions) for rope, table in zip(self.spec.ropes, self.rotary)}
         if kept_inputs is None and _scatters(self.spec, self.tensor, len(x)):
             step = replace(step, scattered=True)
             if isinstance(step, StepInput):

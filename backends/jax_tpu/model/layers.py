@@ -5,7 +5,7 @@ Modules run inside `shard_map`: every array is a device's local piece, and excha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import NormalDist
@@ -28,7 +28,7 @@ from pagoda.common.models.spec import Activation, ExpertGroups, Ffn, Mlp, Moe, R
 from pagoda.kernels_pallas.grouped_matmul import grouped_matmul
 
 Caches: TypeAlias = tuple[jax.Array, ...]
-Rotations: TypeAlias = "dict[Rope | None, JaxRotation | None]"
+Rotations: TypeAlias = "Mapping[Rope, JaxRotation]"
 
 ACTIVATIONS: Final[dict[Activation, Callable[[jax.Array], jax.Array]]] = {
     "silu": jax.nn.silu,

@@ -239,7 +239,7 @@ class StepModel(ABC):
             assert isinstance(decoder, JaxDecoder), "layers are captured of a decoder"
             hidden, caches, features = decoder.hidden_and_captured(token_ids, step, caches, captured)
         else:
-            hidden, caches = decoder.hidden(token_ids, step, caches, *embeds)
+            hidden, caches = decoder.hidden(token_ids, step, caches, embeds[0] if embeds else None)
             features = hidden
         with jax.named_scope("head"):
             logits = decoder.logits(hidden[step.sampled], step.sampled_slots)
@@ -256,7 +256,8 @@ class StepModel(ABC):
         specs = tuple(partition(stack.axes) for stack in self.cache_index.stacks)
         mapped = jax.shard_map(
             lambda caches, pairs: tuple(
-                _copied(cache, *pairs[0]) if of == pool else cache for cache, of in zip(caches, self.cache_index.pools)
+                _copied(cache, sources=pairs[0, 0], destinations=pairs[0, 1]) if of == pool else cache
+                for cache, of in zip(caches, self.cache_index.pools)
             ),
             mesh=self.mesh,
             in_specs=(specs, partition("R..")),
@@ -271,7 +272,7 @@ class StepModel(ABC):
         `adapter_slots`: empty, or int32 [n], see `StepDecoder.logits`.
         """
         mapped = jax.shard_map(
-            lambda parts, rows, index, *slots: self.decoder(parts).logits(rows[index], *slots),
+            lambda parts, rows, index, *slots: self.decoder(parts).logits(rows[index], slots[0] if slots else None),
             mesh=self.mesh,
             in_specs=(
                 tuple(map(partition, self.axes)),

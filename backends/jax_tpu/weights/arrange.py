@@ -22,6 +22,7 @@ class Placement:
     target: Path
     start: tuple[int, ...] = ()  # offsets of the leading axes; 0 for the others
     arrange: Callable[[Array], Array] = lambda values: values  # may add an axis, see `split_slot_axis`
+    matrix: bool = False  # of a layer, which may be quantised
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,25 +12,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Final
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.backends.jax_tpu.schemes import ops_of
 from pagoda.backends.jax_tpu.weights.arrange import MatrixFormat, Path, Placement
 from pagoda.backends.jax_tpu.weights.placement import placements
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization.tensors import Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme, and_more
+from pagoda.common.weights.quantization.schemes import ROUNDED, Scheme
+from pagoda.common.weights.quantization.tensors import and_more
 from pagoda.kernels_pallas.chips import ChipInfo
 
 logger = logging.getLogger(__name__)
-
-_MATRICES: Final = ("qkv", "values", "out", "inner", "down", "queries", "q_a", "kv_a")
-"""Last parts of the paths of matrices that may be quantised."""
-
-_MODULES: Final = ("attention", "ffn", "moe", "shared")
-"""Names of the modules that have them, besides mixers, which are numbered."""
 
 
 def matrix_formats(
@@ -48,18 +44,15 @@ def matrix_formats(
     wanted: dict[Path, dict[str, MatrixFormat | None]] = {}
     places = placements(spec, tensor)
     for name, param in params(spec).items():
-        target = places[name].target
-        if target[-1] not in _MATRICES or not (isinstance(target[-2], int) or target[-2] in _MODULES):
+        if not places[name].matrix:
             continue
-        scheme = None if schemes is None else schemes.get(name)
-        form = None
-        if method is not None:
-            form = _runtime_format(method, chip, experts=".experts." in name)
-        elif scheme is not None:
-            form = _stored_format(scheme, chip, experts=".experts." in name)
+        scheme = ROUNDED[method] if method is not None else (schemes or {}).get(name)
+        form = None if scheme is None else _format(scheme, chip, experts=".experts." in name)
+        if method is not None and form is not None:
+            form = replace(form, shifted=False)  # `quantize_groups` rounds without zero points
         if form is not None and form.for_kernel and not _keeps_groups(places[name], param.shape[-1], form, name):
             form = None
-        wanted.setdefault(target, {})[name] = form
+        wanted.setdefault(places[name].target, {})[name] = form
     formats = {}
     for path, forms in wanted.items():
         first, *others = set(forms.values())
@@ -104,32 +97,13 @@ def moved_groups(placement: Placement, inputs: int, group: int) -> npt.NDArray[n
     return np.where(empty, -1, (first - 1) // group) if (whole | empty).all() else None
 
 
-def _runtime_format(method: str, chip: ChipInfo, *, experts: bool) -> MatrixFormat:
-    """Return the format of a --quantization value."""
-    if method == "int4":
-        return MatrixFormat("int4", for_kernel=True, group=128)
-    if "fp8" in method:
-        return MatrixFormat(chip.float8, chip.multiplies_float8, experts)
-    return MatrixFormat("int8", chip.int8 and method == "int8", experts)
-
-
-def _stored_format(scheme: Scheme, chip: ChipInfo, *, experts: bool) -> MatrixFormat | None:
-    """Return the format of a checkpoint's scheme; None: it is dequantised."""
-    rounded = getattr(scheme, "activations", None) is not None
-    match scheme:
-        case Int8(group=str(), offsets=True) | Int8(ordered=True) | Int4(ordered=True):
-            return None
-        case Float8(group=str()):
-            return MatrixFormat(chip.float8, chip.multiplies_float8 and rounded, experts)
-        case Int8(group=str()):
-            return MatrixFormat("int8", chip.int8 and rounded, experts)
-        case Float8(group=(_, inputs)):
-            return MatrixFormat(chip.float8, for_kernel=True, group=inputs)
-        case Int8(group=(_, inputs)):
-            return MatrixFormat("int8", for_kernel=True, group=inputs, shifted=scheme.offsets)
-        case Int4(group=(_, inputs)):
-            return MatrixFormat("int4", for_kernel=True, group=inputs, shifted=scheme.offsets)
-        case Mxfp4() | Nvfp4():
-            return MatrixFormat("e2m1", for_kernel=True, group=scheme.group[1])
-        case _:
-            return None
+def _format(scheme: Scheme, chip: ChipInfo, *, experts: bool) -> MatrixFormat | None:
+    """Return the format of a scheme; None: its matrices are dequantised."""
+    product = ops_of(scheme).product(scheme)
+    if product is None:
+        return None
+    numbers = chip.float8 if product.numbers == "float8" else product.numbers
+    if product.group is not None:
+        return MatrixFormat(numbers, for_kernel=True, group=product.group, shifted=product.shifted)
+    multiplied = chip.multiplies_float8 if product.numbers == "float8" else chip.int8
+    return MatrixFormat(numbers, multiplied and scheme.activations is not None, experts)

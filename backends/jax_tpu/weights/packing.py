@@ -13,17 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.backends.jax_tpu.model.parameters import LARGEST
+from pagoda.backends.jax_tpu.schemes import ops_of
 from pagoda.backends.jax_tpu.weights.arrange import MatrixFormat, Placement
 from pagoda.backends.jax_tpu.weights.formats import moved_groups
 from pagoda.common.errors import WeightError
-from pagoda.common.weights import dtypes
-from pagoda.common.weights.quantization.tensors import Float8, Int4, Int8, Mxfp4, Nvfp4, QuantizedTensor
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.kernels_pallas.grouped_matmul.quantized import CODES, packed
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 
-_MINUS_ZERO: Final = 0x80
+_DTYPES: Final = {name: np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e4m3b11fnuz")}
+"""Data types of numbers whose bits are read of a checkpoint."""
+
 _ROUNDING: Final = 1e-2
 """By which a zero point, in units of its scale, may differ from a whole number."""
 
@@ -93,18 +95,9 @@ def _zero_points(name: str, value: QuantizedTensor) -> Floats:
 
 def _numbers(value: QuantizedTensor, numbers: str) -> Array | None:
     """Return the numbers of a tensor as the dtype or code; None if it has others."""
-    match value.scheme, numbers:
-        case Float8(), "float8_e4m3fn":
-            return dtypes.as_uint(value.data).view(ml_dtypes.float8_e4m3fn)
-        case Float8(), "float8_e4m3b11fnuz":  # the same bits mean a sixteenth, those of -0 NaN
-            bits = dtypes.as_uint(value.data)
-            return np.where(bits == _MINUS_ZERO, 0, bits).astype(np.uint8).view(ml_dtypes.float8_e4m3b11fnuz)
-        case Int8(), "int8":
-            return value.data
-        case (Int4(), "int4") | (Mxfp4() | Nvfp4(), "e2m1"):
-            return np.ascontiguousarray(value.data).view("<u4") if value.data.shape[-1] % 4 == 0 else None
-        case _:
-            return None
+    stored = ops_of(value.scheme).stored.get(numbers)
+    data = None if stored is None else stored(value.data)
+    return data if data is None or numbers not in _DTYPES else data.view(_DTYPES[numbers])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from pagoda.backends.jax_tpu.model.layout import segments
@@ -40,18 +41,24 @@ def placements(spec: ModelSpec, tensor: int) -> dict[str, Placement]:
     result |= {} if spec.pooler is None else _pooler(spec.pooler)
     for number, owner in enumerate(spec.block_owners):
         for name, placement in _block(spec.layers[owner], tensor):
-            target = ("blocks", number, *placement.target)
-            arrange = add_repeat_axis(placement.arrange)
-            result[f"layers.{owner}.{name}"] = Placement(target, (0, *placement.start), arrange)
+            result[f"layers.{owner}.{name}"] = _stacked(_inside(placement, "blocks", number), repeat=0)
     for number, segment in enumerate(segments(spec.layers)):
         for repeat, row in enumerate(segment.numbers.tolist()):
             for index, (layer, layer_number) in enumerate(zip(segment.block, row)):
                 prefix: Path = ("segments", number, "layers", index)
                 for name, placement in _layer(layer, tensor):
-                    result[f"layers.{layer_number}.{name}"] = Placement(
-                        (*prefix, *placement.target), (repeat, *placement.start), add_repeat_axis(placement.arrange)
-                    )
+                    result[f"layers.{layer_number}.{name}"] = _stacked(_inside(placement, *prefix), repeat=repeat)
     return result
+
+
+def _inside(placement: Placement, *module: str | int) -> Placement:
+    """Return the placement of a parameter of a module, by its path, in the module around it."""
+    return replace(placement, target=(*module, *placement.target))
+
+
+def _stacked(placement: Placement, repeat: int) -> Placement:
+    """Return the placement in an array that has a leading axis for the repeats of a layer."""
+    return replace(placement, start=(repeat, *placement.start), arrange=add_repeat_axis(placement.arrange))
 
 
 def _pooler(pooler: Pooler) -> dict[str, Placement]:
@@ -76,28 +83,33 @@ def _layer(layer: Layer, tensor: int) -> Iterator[tuple[str, Placement]]:
     if layer.block is not None:
         yield from _adapters(layer, tensor)
     for index, mixer in enumerate(layer.mixers[before:], start=before):
-        for name, placement in ops_of(mixer).placements(mixer, tensor):
-            target = ("mixers", index - before, *placement.target)
-            yield f"mixers.{index}.{name}", Placement(target, placement.start, placement.arrange)
+        for name, placement in _mixer(mixer, tensor):
+            yield f"mixers.{index}.{name}", _inside(placement, "mixers", index - before)
     for name, placement in () if layer.ffn is None else _ffn(layer.ffn):
-        yield f"ffn.{name}", Placement(("ffn", *placement.target), placement.start, placement.arrange)
+        yield f"ffn.{name}", _inside(placement, "ffn")
     for name, placement in () if layer.side_moe is None else _ffn(layer.side_moe.moe):
-        yield f"side.moe.{name}", Placement(("side", "moe", *placement.target), placement.start, placement.arrange)
+        yield f"side.moe.{name}", _inside(placement, "side", "moe")
     for name, placement in () if layer.shortcut is None else _ffn(layer.shortcut.moe):
-        target = ("shortcut", "moe", *placement.target)
-        yield f"shortcut.moe.{name}", Placement(target, placement.start, placement.arrange)
+        yield f"shortcut.moe.{name}", _inside(placement, "shortcut", "moe")
     for name, target in _PARTS.items():
         yield name, Placement(target)
+
+
+def _mixer(mixer: Mixer, tensor: int) -> Iterator[tuple[str, Placement]]:
+    """Yield the placements of a mixer's parameters in its module."""
+    ops = ops_of(mixer)
+    for name, placement in ops.placements(mixer, tensor):
+        (array, *parts) = placement.target
+        yield name, replace(placement, matrix=not parts and array in ops.matrices)
 
 
 def _block(layer: Layer, tensor: int) -> Iterator[tuple[str, Placement]]:
     """Yield the placements of an input block's weights that layers share."""
     assert layer.block is not None
-    for name, placement in ops_of(layer.attends_before).placements(layer.attends_before, tensor):
-        target = ("attention", *placement.target)
-        yield f"mixers.0.{name}", Placement(target, placement.start, placement.arrange)
+    for name, placement in _mixer(layer.attends_before, tensor):
+        yield f"mixers.0.{name}", _inside(placement, "attention")
     for name, placement in _ffn(layer.block.ffn):
-        yield f"block.ffn.{name}", Placement(("ffn", *placement.target), placement.start, placement.arrange)
+        yield f"block.ffn.{name}", _inside(placement, "ffn")
     for norm in ("norm", "ffn_norm"):
         yield f"block.{norm}", Placement((norm, "weight"))
         yield f"block.{norm}_bias", Placement((norm, "bias"))
@@ -106,13 +118,13 @@ def _block(layer: Layer, tensor: int) -> Iterator[tuple[str, Placement]]:
 def once_stacked(mixer: Mixer, tensor: int) -> Iterator[tuple[str, Placement]]:
     """Yield the placements of a mixer that is not among the layers, stacked once."""
     for name, placement in ops_of(mixer).placements(mixer, tensor):
-        yield name, Placement(placement.target, (0, *placement.start), add_repeat_axis(placement.arrange))
+        yield name, _stacked(placement, repeat=0)
 
 
 def _adapters(layer: Layer, tensor: int) -> Iterator[tuple[str, Placement]]:
     """Yield the placements of what a layer has of its input block by itself."""
     for name, placement in adapter_placements(layer.attends_before, tensor):
-        yield f"mixers.0.{name}", Placement(("adapters", *placement.target), placement.start, placement.arrange)
+        yield f"mixers.0.{name}", _inside(placement, "adapters")
     yield "block.ffn_adapter", Placement(("adapters", "ffn_first"))
     for index, part in enumerate(("gate", "up")):
         yield f"block.ffn.{part}_adapter_out", Placement(("adapters", "ffn"), (index,), lambda rows: rows[None])
@@ -126,17 +138,17 @@ def _ffn(ffn: Ffn) -> Iterator[tuple[str, Placement]]:
         yield "router_correction", Placement(("correction",))
         last = 1 if ffn.expert.gated else 0
         for name, part in (("gate", 0), ("up", last)):
-            yield f"experts.{name}", Placement(("inner",), (0, part), lambda w: w[:, None])
+            yield f"experts.{name}", Placement(("inner",), (0, part), lambda w: w[:, None], matrix=True)
             yield f"experts.{name}_bias", Placement(("inner_bias",), (0, part), lambda b: b[:, None])
-        yield "experts.down", Placement(("down",), (), lambda w: w.swapaxes(1, 2)[:, None])
+        yield "experts.down", Placement(("down",), (), lambda w: w.swapaxes(1, 2)[:, None], matrix=True)
         yield "experts.down_bias", Placement(("down_bias",))
         yield "shared_gate", Placement(("shared_gate",))
         if ffn.shared is not None:
             for name, placement in _ffn(ffn.shared):
-                yield f"shared.{name}", Placement(("shared", *placement.target), placement.start, placement.arrange)
+                yield f"shared.{name}", _inside(placement, "shared")
         return
     for name, part in (("gate", 0), ("up", 1 if ffn.gated else 0)):
-        yield name, Placement(("inner",), (part,), lambda w: w[None])
+        yield name, Placement(("inner",), (part,), lambda w: w[None], matrix=True)
         yield f"{name}_bias", Placement(("inner_bias",), (part,), lambda b: b[None])
     for name in ("down", "down_bias", "curvature_p", "curvature_n"):
-        yield name, Placement((name,))
+        yield name, Placement((name,), matrix=name == "down")

@@ -74,19 +74,19 @@ class SlotMatrices:
 
     def fill(self, slot: int, factors: Sequence[LowRank | None]) -> None:
         """Replace a slot's matrices; None: zero."""
-        for part, each in enumerate(factors):
-            if each is None:
+        for part, pair in enumerate(factors):
+            if pair is None:
                 if self._filled[slot][part]:
                     self.b[part][:, slot] = 0
             else:
-                rank = each.a.shape[0]
-                self.a[part, slot, :rank] = self._of(each.a)
+                rank = pair.a.shape[0]
+                self.a[part, slot, :rank] = self._rounded_tensor(pair.a)
                 self.a[part, slot, rank:] = 0
-                self.b[part][:, slot, :rank] = self._of(each.b)
+                self.b[part][:, slot, :rank] = self._rounded_tensor(pair.b)
                 self.b[part][:, slot, rank:] = 0
-            self._filled[slot][part] = each is not None
+            self._filled[slot][part] = pair is not None
 
-    def _of(self, array: np.ndarray) -> Tensor:
+    def _rounded_tensor(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._rounded == torch.float32 else tensor.to(self._rounded)
 
@@ -104,9 +104,9 @@ class SlotMatrices:
     def _add_apart(self, x: Tensor, y: Tensor, tokens: TokenSlots) -> Tensor:
         for slot in self._used(tokens):
             rows = tokens.tokens[slot]
-            own = (x if rows is None else x[rows]).to(self._dtype)
+            inputs = (x if rows is None else x[rows]).to(self._dtype)
             parts = [part for part, filled in enumerate(self._filled[slot]) if filled]
-            inner = [self._product(own, self.a[part, slot]) for part in parts]
+            inner = [self._product(inputs, self.a[part, slot]) for part in parts]
             for part, low in zip(parts, inner):
                 added = self._product(low, self.b[part][:, slot]).to(y.dtype)
                 columns = y[:, sum(self._sizes[:part]) : sum(self._sizes[: part + 1])]

@@ -14,14 +14,14 @@ from pagoda.backends.reference.model.feed_forward import paged_makers
 from pagoda.backends.reference.model.mixers.rotary import RotaryTables
 from pagoda.backends.reference.model.named_ops import ReferenceOps, named_parts
 from pagoda.backends.reference.model.numerics import Numerics
-from pagoda.backends.reference.model.ops import softcap
 from pagoda.backends.reference.model.params import ModelParams
 from pagoda.backends.reference.programs.operators import operators
-from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
+from pagoda.backends.torch_decoder.decoder import TorchModel
+from pagoda.backends.torch_decoder.ops import Linear
 from pagoda.common.models.spec import ModelSpec
 
 
-class Decoder:
+class Decoder(TorchModel):
     """Maps token ids and a batch to hidden states and logits."""
 
     def __init__(
@@ -33,17 +33,14 @@ class Decoder:
         adapters: AdapterMatrices | None = None,
     ) -> None:
         """`adapters`: those whose slots the layers of `params` have."""
-        self.spec = spec
+        native = operators(numerics)
+        ops = ReferenceOps(named_parts(spec, params), numerics, native, adapters)
+        super().__init__(spec, ops, paged_makers(ops))
         self.params = params
         self.numerics = numerics
         self.adapters = adapters
-        native = operators(numerics)
-        ops = ReferenceOps(named_parts(spec, params), numerics, native, adapters)
         self.is_row_wise = native is not None and native.multiplies(spec.width)
-        self.embed = TokenEmbedding(spec.embedding, ops)
-        self.stack = DecoderStack(spec, ops, paged_makers(ops))
-        self.head = params.parts["head"]
-        self.embed_out = params.parts.get("embed_out")
+        self.head: Linear = params.parts["head"]
         self.rotary = RotaryTables(spec.ropes, max_len, numerics.compute)
         self.programs = None if native is None else native.programs(self._run_layers, max_len)
 
@@ -87,12 +84,4 @@ class Decoder:
     def logits(self, hidden: Tensor, tokens: TokenSlots | None = None) -> Tensor:
         """Hidden [R, D] -> float32 logits [R, V]. `tokens`: the adapters of these R tokens."""
         with self._adapted(tokens):
-            return self._logits(hidden)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        if self.embed_out is not None:
-            hidden = self.embed_out(hidden)
-        logits: Tensor = self.head(hidden)
-        if self.spec.logit_scale != 1.0:
-            logits = logits * self.spec.logit_scale
-        return logits if self.spec.logit_softcap is None else softcap(logits, self.spec.logit_softcap)
+            return self.scaled(self.head(self.head_input(hidden)))

@@ -1,11 +1,11 @@
-"""The blocks of the layers on a CPU: feed-forward blocks and mixtures of experts, and the mixers of their rooms."""
+"""What a CPU adds to the torch decoder's blocks: MLPs in its kernels, experts one by one, the mixers of their rooms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from statistics import NormalDist
-from typing import Any, Final, assert_never
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,89 +14,48 @@ from pagoda.backends.reference.model.adapters import ActiveAdapters
 from pagoda.backends.reference.model.mixers.interface import MixerBuild
 from pagoda.backends.reference.model.mixers.registry import ops_of
 from pagoda.backends.reference.model.named_ops import ReferenceOps
-from pagoda.backends.reference.model.ops import (
-    activation,
-    clamped_glu,
-    clipped,
-    mix_experts,
-    route,
-    sigmoid,
-    sparse,
-    xielu,
-)
-from pagoda.backends.reference.model.params import MlpParams, MoeParams
-from pagoda.backends.reference.programs.operators import Operators
+from pagoda.backends.reference.model.ops import activation, clamped_glu, clipped, mix_experts, route, sparse
+from pagoda.backends.torch_decoder.decoder import packed_mixers
+from pagoda.backends.torch_decoder.feed_forward import make_mlp
 from pagoda.backends.torch_decoder.ops import BlockMakers, Linear, MixerStep, Routed
 from pagoda.common.models.mixers import Mixer
-from pagoda.common.models.spec import Ffn, Mlp, Moe
+from pagoda.common.models.spec import Mlp, ModelSpec, Moe
 
 CHUNK: Final = 512
 """Tokens that an MLP runs on at a time."""
 
 
-def make_ffn(
-    spec: Ffn,
-    params: MlpParams | MoeParams,
-    *,
-    batch_invariant: bool = False,
-    native: Operators | None = None,
-    active: ActiveAdapters | None = None,
-) -> Linear:
-    """Return the MLP or mixture of experts as a function of x [T, D]. `active`: adapters of the tokens."""
-    match spec:
-        case Mlp():
-            assert isinstance(params, MlpParams)
-            return _mlp(spec, params, batch_invariant, native, active)
-        case Moe():
-            assert isinstance(params, MoeParams)
-            return _moe(spec, params, batch_invariant, native, active)
-        case _:
-            assert_never(spec)
-
-
-def _mlp(
-    spec: Mlp,
-    params: MlpParams,
-    batch_invariant: bool,
-    native: Operators | None = None,
-    active: ActiveAdapters | None = None,
-) -> Linear:
-    act = activation(spec.activation, batch_invariant=batch_invariant)
-    width = spec.width
-    inner = params.inner
-    down = params.down
-    if (learned := spec.learned) is not None and (curvatures := params.curvatures) is not None:
-        curvature_p, curvature_n = curvatures
-        return lambda x: down(xielu(inner(x), learned, curvature_p=curvature_p, curvature_n=curvature_n))
+def _mlp(spec: Mlp, ops: ReferenceOps, inner: Linear, down: Linear) -> Linear:
+    """Return the MLP of its two products as a function of x [T, D]."""
+    act = activation(spec.activation, batch_invariant=ops.numerics.batch_invariant)
     if not spec.gated:
         return lambda x: down(act(inner(x)))
     plain = not spec.sparsity and spec.clip is None and spec.clamped is None
-    if plain and native is not None and (fed := native.gated(inner, spec.activation)) is not None:
-        return in_chunks(lambda x: down(fed(x)))
-    if plain and native is not None and (gate_up := native.gate(width, spec.activation)) is not None:
-        return in_chunks(lambda x: down(gate_up(inner(x))), active)
+    if plain and ops.native is not None:
+        active = None if ops.adapters is None else ops.adapters.active
+        if (fed := ops.native.gated(inner, spec.activation)) is not None:
+            return in_chunks(lambda x: down(fed(x)), active)
+        if (gate_up := ops.native.gate(spec.width, spec.activation)) is not None:
+            return in_chunks(lambda x: down(gate_up(inner(x))), active)
+    gated = _gate(spec, act)
+    return lambda x: down(gated(inner(x)))
 
-    quantile = NormalDist().inv_cdf(spec.sparsity) if spec.sparsity else None
 
-    def gated(x: Tensor) -> Tensor:
-        both = inner(x)
-        gate = both[:, :width] if quantile is None else sparse(both[:, :width], quantile)
-        if spec.clip is not None:
-            return down(clipped(act(gate), both[:, width:], spec.clip))
-        return down(act(gate).mul_(both[:, width:]))
-
-    if (clamped := spec.clamped) is None:
-        return gated
-
-    def clamped_gate(x: Tensor) -> Tensor:
-        gate, up = inner(x).split(width, -1)
-        return down(clamped_glu(gate, up, clamped))
-
-    return clamped_gate
+def _gate(spec: Mlp, act: Linear) -> Linear:
+    """Return the hidden values [T, F] as a function of gate and up side by side [T, 2F]. `act`: the activation."""
+    width = spec.width
+    if (clamped := spec.clamped) is not None:
+        return lambda both: clamped_glu(both[:, :width], both[:, width:], clamped)
+    if (clip := spec.clip) is not None:
+        return lambda both: clipped(act(both[:, :width]), both[:, width:], clip)
+    if spec.sparsity:
+        quantile = NormalDist().inv_cdf(spec.sparsity)
+        return lambda both: act(sparse(both[:, :width], quantile)).mul_(both[:, width:])
+    return lambda both: act(both[:, :width]).mul_(both[:, width:])
 
 
 def in_chunks(feed: Linear, active: ActiveAdapters | None = None) -> Linear:
-    """Return the ffn, run on CHUNK tokens at a time: what is in between then stays in the processor's cache."""
+    """Return the MLP, run on CHUNK tokens at a time: what is in between then stays in the processor's cache."""
 
     def chunked(x: Tensor) -> Tensor:
         if x.shape[0] <= CHUNK:
@@ -112,50 +71,26 @@ def in_chunks(feed: Linear, active: ActiveAdapters | None = None) -> Linear:
     return chunked
 
 
-def _moe(
-    spec: Moe,
-    params: MoeParams,
-    batch_invariant: bool,
-    native: Operators | None = None,
-    active: ActiveAdapters | None = None,
-) -> Linear:
-    routed = make_routed(spec, params, batch_invariant=batch_invariant, native=native, active=active)
-    if spec.shared is None or params.shared is None:
-        return lambda x: routed(x, x)
-    shared = _mlp(spec.shared, params.shared, batch_invariant, native, active)
-    gate = params.shared_gate
-    if gate is None:
-        return lambda x: routed(x, x) + shared(x)
-    return lambda x: routed(x, x) + sigmoid(gate(x)) * shared(x)
-
-
-def make_routed(
-    spec: Moe,
-    params: MoeParams,
-    expert_scale: Tensor | None = None,
-    *,
-    batch_invariant: bool = False,
-    native: Operators | None = None,
-    active: ActiveAdapters | None = None,
-) -> Routed:
+def _routed(spec: Moe, ops: ReferenceOps, makers: BlockMakers, prefix: str, expert_scale: Tensor | None) -> Routed:
     """Return the output of the routed experts as a function of x and the router's input, both [T, D]."""
-    experts = [_mlp(spec.expert, expert, batch_invariant, native, active) for expert in params.experts]
-    at: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext if active is None else active.at
+    router = ops.linear(f"{prefix}.router")
+    correction = ops.get(f"{prefix}.router_correction")
+    names = [f"{prefix}.experts.{number}" for number in range(spec.experts)]
+    experts = [make_mlp(spec.expert, ops, makers, name, ops.linear(f"{name}.down")) for name in names]
+    adapters_of: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext
+    if ops.adapters is not None:
+        adapters_of = ops.adapters.active.at
 
     def routed(x: Tensor, router_input: Tensor) -> Tensor:
-        weights, chosen = route(params.router(router_input), spec.router, params.correction)
+        weights, chosen = route(router(router_input), spec.router, correction)
         if expert_scale is not None:
             weights = weights * expert_scale[chosen]
         if spec.weighs_input:
             x = x * weights.to(x.dtype)
             weights = torch.ones_like(weights)
-        return mix_experts(x, weights, chosen, lambda expert, rows: experts[expert](rows), at)
+        return mix_experts(x, weights, chosen, lambda expert, rows: experts[expert](rows), adapters_of)
 
     return routed
-
-
-_ALONE: Final = (".block.ffn", ".side.moe", ".shortcut.moe")
-"""Ends of the names of blocks that torch's operators compute."""
 
 
 def paged_makers(ops: ReferenceOps) -> BlockMakers:
@@ -165,31 +100,28 @@ def paged_makers(ops: ReferenceOps) -> BlockMakers:
     def make(spec: Mixer, prefix: str, numbers: tuple[int, ...]) -> MixerStep:
         return ops_of(spec).paged(spec, ops.parts[prefix], numbers, build)
 
-    return block_makers(ops, make, batch_invariant=ops.numerics.batch_invariant)
+    return _block_makers(ops, make)
 
 
-def packed_makers(ops: ReferenceOps, shared: frozenset[int]) -> BlockMakers:
-    """Return how the blocks of an encoder are made. `shared`: the caches that several mixers read."""
+def packed_makers(spec: ModelSpec, ops: ReferenceOps) -> BlockMakers:
+    """Return how the blocks of an encoder are made."""
 
-    def make(spec: Mixer, prefix: str, numbers: tuple[int, ...]) -> MixerStep:
-        number = numbers[0] if numbers and numbers[0] in shared else None
-        return ops_of(spec).packed(spec, ops.parts[prefix], number)
+    def make(mixer: Mixer, prefix: str, number: int | None) -> MixerStep:
+        return ops_of(mixer).packed(mixer, ops.parts[prefix], number)
 
-    return block_makers(ops, make)
+    return _block_makers(ops, packed_mixers(spec, make))
 
 
-def block_makers(
-    ops: ReferenceOps, mixer: Callable[[Mixer, str, tuple[int, ...]], MixerStep], *, batch_invariant: bool = False
-) -> BlockMakers:
+def _block_makers(ops: ReferenceOps, mixer: Callable[[Mixer, str, tuple[int, ...]], MixerStep]) -> BlockMakers:
     """Return how the blocks of layers are made. `mixer`: makes a mixer."""
-    active = None if ops.adapters is None else ops.adapters.active
-
-    def ffn(spec: Ffn, prefix: str) -> Linear:
-        if prefix.endswith(_ALONE):
-            return make_ffn(spec, ops.parts[prefix], batch_invariant=batch_invariant)
-        return make_ffn(spec, ops.parts[prefix], batch_invariant=batch_invariant, native=ops.native, active=active)
 
     def routed(spec: Moe, prefix: str, expert_scale: Tensor | None) -> Routed:
-        return make_routed(spec, ops.parts[prefix], expert_scale, batch_invariant=batch_invariant)
+        return _routed(spec, ops, makers, prefix, expert_scale)
 
-    return BlockMakers(mixer, ffn, routed, only_reader=lambda spec, prefix: None)
+    makers = BlockMakers(
+        mixer,
+        mlp=lambda spec, prefix, inner, down: _mlp(spec, ops, inner, down),
+        routed=routed,
+        only_reader=lambda spec, prefix: None,
+    )
+    return makers

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from pagoda.backends.reference.model.adapters import AdapterMatrices
 from pagoda.backends.reference.model.numerics import Numerics
-from pagoda.backends.reference.model.ops import activation, norm
+from pagoda.backends.reference.model.ops import activation, sigmoid
 from pagoda.backends.reference.model.params import ModelParams
 from pagoda.backends.reference.model.quantized.blocks import look_up
 from pagoda.backends.reference.programs.operators import Operators
+from pagoda.backends.torch_decoder.functions import norm
+from pagoda.backends.torch_decoder.layers import with_shared_blocks
 from pagoda.backends.torch_decoder.ops import Linear, NormStep, Stream
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import Activation, ModelSpec
@@ -69,6 +71,15 @@ class ReferenceOps:
     def add_both(self, residual: Tensor | None, first: Tensor, second: Tensor) -> Stream:
         return self.add(residual, first), second
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return sigmoid(x)
+
+    def summed(self, name: str) -> Linear:
+        return self.linear(name)
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        return x
+
     def norm(self, spec: Norm | None, name: str) -> NormStep:
         normalise = self._normalise(spec, name)
 
@@ -85,20 +96,18 @@ class ReferenceOps:
         """Return the norm as a function of x [T, D]; the identity if there is no norm."""
         if spec is None:
             return lambda x: x
-        params = self.parts.get(name)
-        if params is None:
-            assert not spec.scale, "the weights are complete"
-            return lambda x: norm(x, spec, None)
-        if isinstance(params, Tensor):
-            return lambda x: norm(x, spec, params)
-        alone = name == "embed_norm" or ".block." in name  # computed by torch's operators
-        if spec.kind == "rms" and params.bias is None and self.native is not None and not alone:
-            compiled = self.native.norm(params.weight, spec.eps, unit_offset=spec.unit_offset)
+        weight = self.get(name)
+        bias = self.get(f"{name}_bias")
+        if weight is None or weight.ndim > 1 or spec.kind == "layer":
+            assert weight is not None or not spec.scale, "the weights are complete"
+            return lambda x: norm(x, spec, weight, bias)
+        if self.native is not None:
+            compiled = self.native.norm(weight, spec.eps, unit_offset=spec.unit_offset)
             if compiled is not None:
                 return compiled
-        if spec.kind == "rms" and params.weight.dtype == torch.float32:
-            return _rms(params.weight + 1 if spec.unit_offset else params.weight, spec.eps)
-        return lambda x: norm(x, spec, params.weight, params.bias)
+        if weight.dtype == torch.float32:
+            return _rms(weight + 1 if spec.unit_offset else weight, spec.eps)
+        return lambda x: norm(x, spec, weight)
 
 
 def _rms(weight: Tensor, eps: float) -> Linear:
@@ -115,23 +124,14 @@ def _rms(weight: Tensor, eps: float) -> Linear:
 
 def named_parts(spec: ModelSpec, params: ModelParams) -> dict[str, Any]:
     """Return the parts of a model with those of each input block under the names of the layer that uses them."""
-    parts = dict(params.parts)
+    parts = with_shared_blocks(params.parts, spec.shared_blocks)
     for index, layer in enumerate(spec.layers):
-        if layer.block is None:
-            continue
-        own = f"layers.{index}"
-        first = f"layers.{layer.block.weights_of}"
-        for name in ("block.norm", "block.ffn_norm"):
-            if (norm := params.parts.get(f"{first}.{name}")) is not None:
-                parts[f"{own}.{name}"] = norm
-        attention = params.parts[f"{first}.mixers.0"]
-        ffn = params.parts[f"{first}.block.ffn"]
-        qkv = _sum(attention.qkv, parts.get(f"{own}.block.qkv_adapter"))
-        inner = _sum(ffn.inner, parts.get(f"{own}.block.inner_adapter"))
-        parts[f"{own}.mixers.0"] = replace(attention, qkv=qkv)
-        parts[f"{own}.block.ffn"] = replace(ffn, inner=inner)
+        adapter = parts.get(f"layers.{index}.block.qkv_adapter")
+        if layer.block is not None and adapter is not None:
+            attention = parts[f"layers.{index}.mixers.0"]
+            parts[f"layers.{index}.mixers.0"] = replace(attention, qkv=_sum(attention.qkv, adapter))
     return parts
 
 
-def _sum(layer: Linear, adapter: Linear | None) -> Linear:
-    return layer if adapter is None else lambda x: layer(x) + adapter(x)
+def _sum(layer: Linear, adapter: Linear) -> Linear:
+    return lambda x: layer(x) + adapter(x)

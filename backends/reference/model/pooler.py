@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts
-from pagoda.backends.reference.model.ops import activation, norm
+from pagoda.backends.reference.model.ops import activation
+from pagoda.backends.torch_decoder.functions import norm
+from pagoda.backends.torch_decoder.packed import PackedPrompts
 from pagoda.common.engine.pooling.values import EMBEDS, OF_TOKENS, PoolingRules
 from pagoda.common.models import spec as models
 

@@ -20,7 +20,8 @@ _AVAILABLE: Final = importlib.util.find_spec("llvmlite") is not None
 if TYPE_CHECKING or _AVAILABLE:
     from pagoda.backends.cpu_kernels import draws, rows
     from pagoda.backends.cpu_kernels.attention import paired_attention, tile_attention
-    from pagoda.backends.cpu_kernels.attention.vector_attention import Shape, decode_kernel, prefill_kernel
+    from pagoda.backends.cpu_kernels.attention.paged import Shape
+    from pagoda.backends.cpu_kernels.attention.vector_attention import decode_kernel, prefill_kernel
     from pagoda.backends.cpu_kernels.emission.emit import LANES
     from pagoda.backends.cpu_kernels.emission.jit import Kernel, allocate
     from pagoda.backends.cpu_kernels.products import choice
@@ -60,10 +61,17 @@ class FoundTokens:
     """The tokens of n rows that may decide a draw, among the first `searched` of the vocabulary."""
 
     searched: int
-    tokens: Tensor  # int32 [n, m]
-    counts: Tensor  # int64 [n]: how many of them there are; above m: more than were kept
-    floors: Tensor  # float32 [n]: what all other tokens are below
-    totals: Tensor  # float32 [n]: logsumexp of the logits over temperature; of `best` only
+    tokens: Tensor
+    """int32 [n, m]"""
+
+    counts: Tensor
+    """Number of tokens of each row, int64 [n]; above m: there were more than are kept."""
+
+    floors: Tensor
+    """The logits over temperature of all other tokens are below this, float32 [n]."""
+
+    totals: Tensor
+    """Logsumexp of the logits over temperature, float32 [n]; only `RowSearch.best` writes it."""
 
 
 def row_search(vocab: int) -> RowSearch | None:
@@ -77,7 +85,8 @@ class RowSearch:
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
         self._searched = vocab // LANES * LANES
-        self._candidates, self._best = draws.candidates_kernel(self._searched), draws.best_kernel(self._searched)
+        self._candidates = draws.candidates_kernel(self._searched)
+        self._best = draws.best_kernel(self._searched)
 
     def candidates(self, logits: Tensor, rows: Tensor, temperature: Tensor, keys: Tensor) -> FoundTokens:
         """Return, ascending, the tokens that can win with their noise. keys: int32, of the noise."""
@@ -280,7 +289,7 @@ class PagedAttend:
         self._shape = shape = tile_attention.of_many_rows(shape) if tiled else shape
         self._decodes_paired = paired_attention.decodes(shape)
         self._decode = paired_attention.decode_kernel(shape) if self._decodes_paired else decode_kernel(shape)
-        if self._decodes_paired:  # compiled before the first request, not with it
+        if self._decodes_paired:  # These kernels are compiled here, so that no request waits for them.
             prefix_kernel = tile_attention.prefix_kernel if tiled else paired_attention.prefix_kernel
             self._prefix = prefix_kernel(shape), paired_attention.decode_kernel(shape, resumes=True)
         if tiled:

@@ -18,10 +18,11 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from llvmlite import ir
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagoda.backends.cpu_kernels.emission.ir_text import ENTRY, Function
+from pagoda.backends.cpu_kernels.emission.emit import I32, I64, Emitter
 from pagoda.backends.cpu_kernels.emission.jit import Kernel, StepMemory, gomp, record
 from pagoda.backends.reference.execution import Prefixes, StepBatch, ViewBatch
 from pagoda.backends.reference.memory import LayerCache
@@ -29,13 +30,10 @@ from pagoda.backends.reference.memory import LayerCache
 logger = logging.getLogger(__name__)
 
 MOST_SEQUENCES: Final = 64
-"""Of a program. In larger steps calls cost little beside the products."""
+"""Largest number of sequences of a program: in larger steps calls cost little beside the products."""
 
 _MOST_FORMS: Final = 4
 """Programs of one number of sequences: their shared prefixes differ."""
-
-_SPINS: Final = 4096
-"""Tries before a waiting thread gives up its core: some tens of microseconds."""
 
 Caches = Mapping[int, LayerCache]
 RunLayers = Callable[[Tensor, StepBatch, Caches], Tensor]
@@ -49,7 +47,8 @@ class RecordedSteps:
         self._run = run
         self._max_len = max_len
         self._recordable = True
-        self._threads: dict[int, _ThreadSteps] = {}  # by their identifiers
+        self._threads: dict[int, _ThreadSteps] = {}
+        """By the identifier of the thread."""
 
     def records(self, num_tokens: int) -> bool:
         """Return whether a step of `num_tokens` sequences, a token each, becomes a program, as far as is known."""
@@ -128,8 +127,11 @@ class _Step:
     """A program for a number of sequences, and the lengths of the arrays of their shared prefixes."""
 
     program: Program
-    views: Mapping[int, ViewBatch]  # with the prefixes that the program reads
-    hidden: Tensor  # its result
+    views: Mapping[int, ViewBatch]
+    """By number of the view, with the shared prefixes that the program reads."""
+
+    hidden: Tensor
+    """The program's result [S, D]."""
 
     def fits(self, batch: StepBatch) -> bool:
         """Return whether the program computes a step."""
@@ -157,7 +159,9 @@ def _form(prefixes: Prefixes | None) -> tuple[int, ...]:
 class _ThreadSteps:
     """The programs of one thread by their number of sequences: they share inputs and memory."""
 
-    caches: tuple[int, ...]  # see `_memory`
+    caches: tuple[int, ...]
+    """What `_memory` returned for the caches."""
+
     inputs: _Inputs
     memory: StepMemory = field(default_factory=StepMemory)
     programs: dict[int, list[_Step]] = field(default_factory=dict)
@@ -165,14 +169,14 @@ class _ThreadSteps:
     def record(self, run: RunLayers, x: Tensor, batch: StepBatch, caches: Caches) -> tuple[bool, Tensor]:
         """Run a step, and keep it as a program if kernels compute all of it. Return whether they do, and the result."""
         self.inputs.copy(x, batch)
-        own_x, own = self.inputs.of(batch)
+        program_x, program_batch = self.inputs.of(batch)
         with record(self.memory) as recording, _Foreign() as foreign:
-            hidden = run(own_x, own, caches)
+            hidden = run(program_x, program_batch, caches)
         if foreign.operations:
             logger.debug("steps are not recorded: torch computes %s", ", ".join(sorted(foreign.operations)))
             return False, hidden
         logger.debug("recorded the %d kernels of a step of %d sequences", len(recording.calls), len(x))
-        step = _Step(Program(recording.calls), own.views, hidden)
+        step = _Step(Program(recording.calls), program_batch.views, hidden)
         steps = self.programs.setdefault(len(x), [])
         steps[_MOST_FORMS - 1 :] = []
         steps.insert(0, step)
@@ -206,7 +210,8 @@ class Program:
     def __init__(self, calls: list[tuple[int, array[int]]]) -> None:
         """`calls`: kernels' addresses and words, which point to memory that the caller keeps."""
         width = max(len(words) for _, words in calls)
-        self._first = np.zeros((len(calls), width), np.int64)  # words before a run
+        self._first = np.zeros((len(calls), width), np.int64)
+        """Words of all calls before a run."""
         for row, (_, words) in zip(self._first, calls):
             row[: len(words)] = words
         self._words = self._first.copy()
@@ -234,57 +239,21 @@ def _interpreter() -> Kernel:
     Words: how many arrivals there were at the ends of kernels, number of calls, address of the calls (int64 [n, 2]:
     kernel, its words), address of the function that returns the number of threads, or 0: there is one.
     """
-    f = Function("void @kernel(ptr %words)")
-    count, calls, asked = (f.load("i64", f.at("%words", 8 * word), 8) for word in (1, 2, 3))
-    none = f.let(f"icmp eq i64 {asked}, 0")
-    f.do(f"br i1 {none}, label %begin, label %ask")
-    f.label("ask")
-    function = f.let(f"inttoptr i64 {asked} to ptr")
-    answer = f.let(f"call i32 {function}()")
-    team = f.let(f"sext i32 {answer} to i64")
-    f.do("br label %begin")
-    f.label("begin")
-    threads = f.let(f"phi i64 [ 1, %{ENTRY} ], [ {team}, %ask ]")
-
-    def call(index: str, _: object) -> list[str]:
-        before = f.let(f"mul i64 {index}, 16")
-        entry = f.let(f"inttoptr i64 {f.let(f'add i64 {calls}, {before}')} to ptr")
-        kernel, words = (f.load("i64", f.at(entry, 8 * part), 8) for part in (0, 1))
-        function, own = (f.let(f"inttoptr i64 {each} to ptr") for each in (kernel, words))
-        f.do(f"call void {function}(ptr {own})")
-        arrivals = f.let(f"mul i64 {threads}, {f.let(f'add i64 {index}, 1')}")
-        f.let("atomicrmw add ptr %words, i64 1 acq_rel")
-        f.do(f"call void @await(ptr %words, i64 {arrivals})")
-        return []
-
-    f.loop("0", count, call)
-    f.do("ret void")
-    return Kernel(f"{_AWAIT}\n{f.text}")
-
-
-_AWAIT: Final = f"""
-declare void @llvm.x86.sse2.pause()
-declare i32 @sched_yield()
-
-define internal void @await(ptr %counter, i64 %count) {{
-entry:
-  br label %look
-look:
-  %tries = phi i64 [ 0, %entry ], [ %more, %spin ], [ 0, %yield ]
-  %reached = load atomic i64, ptr %counter acquire, align 8
-  %done = icmp sge i64 %reached, %count
-  br i1 %done, label %end, label %pause
-pause:
-  %more = add i64 %tries, 1
-  %long = icmp sge i64 %more, {_SPINS}
-  br i1 %long, label %yield, label %spin
-spin:
-  call void @llvm.x86.sse2.pause()
-  br label %look
-yield:
-  %ignored = call i32 @sched_yield()
-  br label %look
-end:
-  ret void
-}}
-"""
+    e = Emitter()
+    builder = e.builder
+    arrivals = e.at(e.parameters["words"], 0)
+    calls = builder.inttoptr(e.word(2), I64.as_pointer())
+    team_size = e.word(3)
+    threads = e.variable(I64)
+    builder.store(I64(1), threads)
+    with builder.if_then(builder.icmp_signed("!=", team_size, I64(0))):
+        get_threads = builder.inttoptr(team_size, ir.FunctionType(I32, []).as_pointer())
+        builder.store(builder.sext(builder.call(get_threads, []), I64), threads)
+    with e.loop(0, e.word(1)) as index:
+        kernel = builder.inttoptr(e.load_int(calls, e.mul(index, 2)), e.function.type)
+        words = builder.inttoptr(e.load_int(calls, e.add(e.mul(index, 2), 1)), I64.as_pointer())
+        builder.call(kernel, [words])
+        builder.atomic_rmw("add", arrivals, I64(1), "acq_rel")
+        e.wait(arrivals, e.mul(builder.load(threads), e.add(index, 1)))
+    e.finish()
+    return Kernel(e.module)

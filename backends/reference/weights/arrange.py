@@ -10,8 +10,9 @@ from torch import Tensor
 from pagoda.backends.reference.model.adapters import AdapterMatrices
 from pagoda.backends.reference.model.linear import Linear, Weight, linear
 from pagoda.backends.reference.model.numerics import Numerics
-from pagoda.backends.reference.model.params import ConvolutionParams, NormParams
+from pagoda.backends.reference.model.params import NormParams
 from pagoda.backends.reference.model.quantized.blocks import BlockMatrix, BlockTable, Table
+from pagoda.backends.torch_decoder.mixers.recurrence import Convolution
 from pagoda.common.weights.quantization.tensors import QuantizedTensor, take_matrix
 
 
@@ -45,8 +46,8 @@ class NamedWeights:
         """Remove the parameters of all experts, and yield each expert's."""
         stacked = {name: self._tensors.pop(name) for name in self.names if name.startswith(prefix)}
         for index in range(count):
-            own = {name: _matrix(weight, index) for name, weight in stacked.items()}
-            yield NamedWeights(own, self.numerics, self._adapters, index)
+            of_expert = {name: _matrix(weight, index) for name, weight in stacked.items()}
+            yield NamedWeights(of_expert, self.numerics, self._adapters, index)
 
     def take(self, name: str) -> Tensor:
         """Remove and return a parameter."""
@@ -55,6 +56,10 @@ class NamedWeights:
     def get(self, name: str) -> Tensor | None:
         """Remove and return a parameter, or None."""
         return self.take(name) if name in self._tensors else None
+
+    def outputs(self, *names: str) -> int:
+        """Return the outputs of matrices that are not taken yet, side by side."""
+        return sum(self._tensors[name].shape[0] for name in names)
 
     def values(self, name: str) -> Tensor:
         """Return a matrix in the weights' dtype, and keep it."""
@@ -91,13 +96,13 @@ class NamedWeights:
         layer = linear(weights, torch.cat(present) if present else None, self.numerics, precise=precise)
         return layer if self._adapters is None else self._adapters.adapted(layer, names, *sizes(weights), self._expert)
 
-    def convolution(self, *names: str) -> ConvolutionParams:
+    def convolution(self, *names: str) -> Convolution:
         """Return one convolution of the channels of several."""
         taps = torch.cat([self.take(name).float() for name in names])
         biases = [self.get(f"{name}_bias") for name in names]
         present = [bias.float() for bias in biases if bias is not None]
         bias = torch.cat(present)[:, None] if present else None
-        return ConvolutionParams(taps.permute(2, 0, 1).contiguous(), bias)
+        return Convolution(taps.permute(2, 0, 1).contiguous(), bias)
 
     def norm(self, name: str) -> NormParams | None:
         """Return a norm's parameters, or None."""

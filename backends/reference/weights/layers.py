@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from pagoda.backends.reference.model.linear import InvariantLinear, Linear, PlainLinear
 from pagoda.backends.reference.model.mixers.attention.projection import load_attention
 from pagoda.backends.reference.model.mixers.registry import ops_of
-from pagoda.backends.reference.model.params import MlpParams, MoeParams
 from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.common.models.spec import Ffn, InputBlock, Layer, Mlp, Moe
 
-NORM_FIELDS: Final = ("before_mixer", "after_mixer", "before_ffn", "after_ffn")
 _TABLES: Final = ("embed", "per_layer.table")
+
+_SMALL: Final = ("embed_norm", "final_norm", "positions", "token_types", "per_layer.", "alt_up.")
+"""Beginnings of the names of parameters outside of the layers that are kept as they are, in the compute dtype."""
 
 
 @torch.inference_mode()
@@ -24,16 +24,17 @@ def load_layer(weights: NamedWeights, prefix: str, layer: Layer, shares_block: b
 
     `shares_block`: an earlier layer has its block's weights.
     """
-    parts: dict[str, Any] = {name: weights.norm(name) for name in (f"{prefix}.norms.{field}" for field in NORM_FIELDS)}
+    parts: dict[str, Any] = {}
     if layer.block is not None:
         parts |= _load_block(weights, prefix, layer, layer.block, shares_block)
     for index, mixer in list(enumerate(layer.mixers))[layer.block is not None :]:
         name = f"{prefix}.mixers.{index}"
         parts[name] = ops_of(mixer).load(weights, name, mixer)
-    beside = {"side": layer.side_moe, "shortcut": layer.shortcut}
-    ffns: dict[str, Ffn | None] = {f"{name}.moe": None if spec is None else spec.moe for name, spec in beside.items()}
-    for name, ffn in {"ffn": layer.ffn, **ffns}.items():
-        parts[f"{prefix}.{name}"] = _ffn(weights, f"{prefix}.{name}", ffn)
+    if layer.ffn is not None:
+        parts |= _load_ffn(weights, f"{prefix}.ffn", layer.ffn)
+    for name, beside in {"side": layer.side_moe, "shortcut": layer.shortcut}.items():
+        if beside is not None:
+            parts |= _load_ffn(weights, f"{prefix}.{name}.moe", beside.moe)
     parts |= {name: weights.take_wide(name) for name in weights.names}
     return {name: part for name, part in parts.items() if part is not None}
 
@@ -41,63 +42,63 @@ def load_layer(weights: NamedWeights, prefix: str, layer: Layer, shares_block: b
 def load_beside_layers(weights: NamedWeights) -> dict[str, Any]:
     """Return the parts outside of the layers, but for the head."""
     parts: dict[str, Any] = {name: weights.table(name) for name in _TABLES}
-    parts |= {name: weights.norm(name) for name in ("embed_norm", "final_norm")}
     parts |= {name: weights.linear(name) for name in ("embed_in", "embed_out") if name in weights.names}
     parts |= {name: weights.take(name).float() for name in weights.names if name.startswith("pooler.")}
-    parts |= {name: weights.wide(name) for name in ("positions", "token_types")}
-    parts |= {name: weights.take_wide(name) for name in weights.names if name.startswith(("per_layer.", "alt_up."))}
+    parts |= {name: weights.take_wide(name) for name in weights.names if name.startswith(_SMALL)}
     return {name: part for name, part in parts.items() if part is not None}
 
 
 def _load_block(weights: NamedWeights, prefix: str, layer: Layer, block: InputBlock, shared: bool) -> dict[str, Any]:
     attention = f"{prefix}.mixers.0"
     name = f"{prefix}.block"
-    parts: dict[str, Any] = {f"{name}.{norm}": weights.norm(f"{name}.{norm}") for norm in ("norm", "ffn_norm")}
-    parts[f"{name}.out"] = weights.linear(f"{name}.out")
+    parts: dict[str, Any] = {f"{name}.out": weights.linear(f"{name}.out")}
     if not shared:
         parts[attention] = load_attention(weights, attention, layer.attends_before)
-        parts[f"{name}.ffn"] = _mlp(weights, f"{name}.ffn", block.ffn)
+        parts |= _load_ffn(weights, f"{name}.ffn", block.ffn)
     if layer.attends_before.adapter_rank is not None:
         pairs = [(f"{attention}.{part}_adapter", f"{attention}.{part}_adapter_out") for part in "qkv"]
         parts[f"{name}.qkv_adapter"] = _adapter(weights, *pairs)
     if block.adapter_rank is not None:
-        seconds = (f"{name}.ffn.{part}_adapter_out" for part in ("gate", "up"))
-        parts[f"{name}.inner_adapter"] = _adapter(weights, (f"{name}.ffn_adapter", *seconds))
+        outs = (f"{name}.ffn.{part}_adapter_out" for part in ("gate", "up"))
+        parts[f"{name}.ffn_adapter"] = weights.linear(f"{name}.ffn_adapter")
+        parts[f"{name}.ffn.inner_adapter_out"] = weights.linear(*outs)
     return parts
 
 
-def _adapter(weights: NamedWeights, *parts: tuple[str, ...]) -> Linear:
-    """Return low-rank layers side by side. `parts`: of each the first factor, and second ones of its outputs."""
-    pairs = [(weights.linear(first), weights.linear(*seconds)) for first, *seconds in parts]
-    return lambda x: torch.cat([second(first(x)) for first, second in pairs], -1)
+def _adapter(weights: NamedWeights, *pairs: tuple[str, str]) -> Linear:
+    """Return low-rank layers side by side. `pairs`: names of the first and the second factor of each."""
+    factors = [(weights.linear(first), weights.linear(second)) for first, second in pairs]
+    return lambda x: torch.cat([second(first(x)) for first, second in factors], -1)
 
 
-def _ffn(weights: NamedWeights, prefix: str, ffn: Ffn | None) -> MlpParams | MoeParams | None:
+def _load_ffn(weights: NamedWeights, prefix: str, ffn: Ffn) -> dict[str, Any]:
+    """Return the products of an MLP or a mixture. Their other parameters are loaded as those of any layer."""
     match ffn:
-        case None:
-            return None
         case Mlp():
-            return _mlp(weights, prefix, ffn)
+            return _load_mlp(weights, prefix, f"{prefix}.", ffn)
         case Moe():
-            return _moe(weights, prefix, ffn)
+            return _load_moe(weights, prefix, ffn)
 
 
-def _mlp(weights: NamedWeights, prefix: str, mlp: Mlp) -> MlpParams:
-    inner = (f"{prefix}.gate", f"{prefix}.up") if mlp.gated else (f"{prefix}.up",)
-    curvatures: tuple[Tensor, Tensor] | None = None
-    if mlp.learned is not None:
-        curvatures = weights.take(f"{prefix}.curvature_p"), weights.take(f"{prefix}.curvature_n")
-    return MlpParams(weights.linear(*inner), weights.linear(f"{prefix}.down"), curvatures)
+def _load_mlp(weights: NamedWeights, prefix: str, stored: str, mlp: Mlp) -> dict[str, Any]:
+    """`stored`: what the names of its weights begin with."""
+    inner = ("gate", "up") if mlp.gated else ("up",)
+    return {
+        f"{prefix}.inner": weights.linear(*(f"{stored}{part}" for part in inner)),
+        f"{prefix}.down": weights.linear(f"{stored}down"),
+    }
 
 
-def _moe(weights: NamedWeights, prefix: str, moe: Moe) -> MoeParams:
-    name = f"{prefix}.experts"
-    experts = tuple(_mlp(own, name, moe.expert) for own in weights.of_experts(f"{name}.", moe.experts))
+def _load_moe(weights: NamedWeights, prefix: str, moe: Moe) -> dict[str, Any]:
+    stored = f"{prefix}.experts."
+    parts: dict[str, Any] = {}
+    for number, of_expert in enumerate(weights.of_experts(stored, moe.experts)):
+        parts |= _load_mlp(of_expert, f"{stored}{number}", stored, moe.expert)
     router = PlainLinear(weights.take_wide(f"{prefix}.router"), weights.wide(f"{prefix}.router_bias"))
-    return MoeParams(
-        InvariantLinear(router) if weights.numerics.batch_invariant else router,
-        correction=weights.get(f"{prefix}.router_correction"),
-        experts=experts,
-        shared=None if moe.shared is None else _mlp(weights, f"{prefix}.shared", moe.shared),
-        shared_gate=weights.linear(f"{prefix}.shared_gate") if moe.shared_gate else None,
-    )
+    parts[f"{prefix}.router"] = InvariantLinear(router) if weights.numerics.batch_invariant else router
+    parts[f"{prefix}.router_correction"] = weights.get(f"{prefix}.router_correction")
+    if moe.shared is not None:
+        parts |= _load_mlp(weights, f"{prefix}.shared", f"{prefix}.shared.", moe.shared)
+    if moe.shared_gate:
+        parts[f"{prefix}.shared_gate"] = weights.linear(f"{prefix}.shared_gate")
+    return parts

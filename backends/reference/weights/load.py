@@ -32,7 +32,8 @@ from pagoda.common.errors import WeightError
 from pagoda.common.models.shapes import checked, lacking, params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.quantization.on_the_fly import quantize
-from pagoda.common.weights.quantization.tensors import QuantizedTensor, Scheme, dequantized, log_dequantized
+from pagoda.common.weights.quantization.schemes import Scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, dequantized, log_dequantized
 
 
 class Packer:
@@ -104,14 +105,14 @@ class Packer:
             pending = [layer for layer in layers.values() if not layer.done()]
             if len(pending) >= max_pending:
                 wait(pending, return_when=FIRST_COMPLETED)
-            own = NamedWeights(
+            of_layer = NamedWeights(
                 {key: self._tensors.pop(key) for key in list(self._tensors) if key.startswith(f"{unit}.")},
                 self.numerics,
                 self._adapters,
             )
             number = int(unit.removeprefix("layers."))
             layer_spec = self.spec.layers[number]
-            layers[unit] = pool.submit(load_layer, own, unit, layer_spec, number in self.spec.shared_blocks)
+            layers[unit] = pool.submit(load_layer, of_layer, unit, layer_spec, number in self.spec.shared_blocks)
         log_dequantized(dequantised, "reference")
         if self._expected:
             self._check_missing(old)

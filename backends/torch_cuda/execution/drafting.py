@@ -15,8 +15,9 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, GroupBatch, make_slots
 from pagoda.backends.torch_cuda.kernels.attention.work_list import cut_evenly
 from pagoda.backends.torch_cuda.memory.cache import CudaCache
-from pagoda.backends.torch_cuda.model.drafters import CudaDraftDecoder, DraftTokens
+from pagoda.backends.torch_cuda.model.drafters import CudaDraftBatch, CudaDraftModel
 from pagoda.backends.torch_cuda.sampling import CudaSampler
+from pagoda.backends.torch_decoder.drafters import DraftTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class DraftPasses:
 
     def __init__(
         self,
-        decoder: CudaDraftDecoder,
+        decoder: CudaDraftModel,
         caches: Mapping[int, CudaCache],
         sampler: CudaSampler,
         captured: tuple[int, ...],
@@ -53,14 +54,17 @@ class DraftPasses:
         self._kept = sampler.newest.guesses
         self.guesses = torch.zeros_like(self._kept)  # int32 [S, K] of the newest step, by sequence
 
-    def first(self, step: DraftStep) -> Tensor | None:
-        """Run on all tokens of a step. Return the drafter's features [T, D]; None if it has none."""
+    def first(self, step: DraftStep) -> Tensor:
+        """Run on all tokens of a step. Return the drafter's outputs [T, D]."""
         batch = step.batch
         decoder = self.decoder
         if decoder.reads_next:
             after = self.sampler.history[step.token_rows.long(), (batch.positions + 1).long()]
             batch = replace(batch, token_ids=after)
-        return decoder.first(DraftTokens(batch, step.features), self.caches)
+        return decoder.first(self._tokens(batch, step.features))
+
+    def _tokens(self, batch: CudaStepBatch, features: Tensor | None) -> DraftTokens[CudaDraftBatch]:
+        return DraftTokens(batch.token_ids, batch.positions, (batch, self.caches), features)
 
     def run(self, step: DraftStep, tokens: Tensor, rows: Tensor, width: int, pieces: int = 0) -> Tensor:
         """Return the guesses int32 [S, K] after each sequence, recorded by row.
@@ -69,24 +73,27 @@ class DraftPasses:
         rejected draft, and the batch row. `pieces`: that attention cuts the sequences into together if the step's own
         work list lacks some of them, those with prompts; 0: attention takes no work list.
         """
-        own = self.first(step)
+        outputs = self.first(step)
         count = len(step.guess_counts)
         accepted = ((tokens.view(-1, width)[:count] >= 0).sum(1, keepdim=True) - 1).clamp_(min=0)
         last = step.logits_indices.view(-1, width)[:count].gather(1, accepted)[:, 0].long()
         rows = rows.view(-1, width)[:count, 0].long()
         position = step.batch.positions[last]
         newest = self.sampler.newest.last[rows]
-        features = newest[:, None] if own is None else own[last]
         guessed = newest
         read = None
         every = torch.arange(count, device=rows.device, dtype=torch.int32)
         for number in range(self._kept.shape[1]):
-            active = step.guess_counts > number
             # A drafter that reads next tokens has its first guess from the pass over all tokens.
-            ahead = number if self.decoder.reads_next else number + 1
-            at = torch.where(active, position + ahead, 0).clamp_(max=self._max_len - 1)
-            batch = self._single(step.batch, every, guessed, at, active, pieces)
-            token_ids, read = self.decoder.guess(number, features, DraftTokens(batch, read), self.caches)
+            if number == 0 and self.decoder.reads_next:
+                outputs = outputs[last]
+            else:
+                active = step.guess_counts > number
+                ahead = number if self.decoder.reads_next else number + 1
+                positions = torch.where(active, position + ahead, 0).clamp_(max=self._max_len - 1)
+                batch = self._single(step.batch, every, guessed, positions, active, pieces)
+                outputs = self.decoder.run(self._tokens(batch, read))
+            token_ids, read = self.decoder.guess(number, outputs, guessed)
             guessed = token_ids.to(torch.int32)
             self.guesses[:count, number] = guessed
         self._kept[rows] = self.guesses[:count]

@@ -12,31 +12,11 @@ import numpy as np
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.sampling.rules import EVERY_KIND, MOST_MEMORY, SamplingRules
 from pagoda.common.engine.steps.contract import RowStart, StepPlan
 from pagoda.common.models.mixers.caches import LatentCache
 
 logger = logging.getLogger(__name__)
-
-FILTERED: Final = SamplingRules(temperature=1.0, top_k=5, top_p=0.9, min_p=0.05)
-
-MOST_MEMORY: Final = SamplingRules(
-    temperature=1.0, top_k=5, top_p=0.9, repetition_penalty=1.1, allowed_token_ids=(0, 1), logprobs=5, prompt_logprobs=5
-)
-"""The sampling parameters that take the most memory."""
-
-PENALISED: Final = SamplingRules(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1)
-
-RULES: Final = (
-    SamplingRules(),
-    SamplingRules(temperature=1.0),
-    FILTERED,
-    PENALISED,
-    SamplingRules(logit_bias=((0, 1.0),), bad_words=((1,), (0, 1)), min_tokens=99, stop_ids=(1,)),
-    SamplingRules(allowed_token_ids=(0, 1)),
-    *(SamplingRules(logprobs=best, prompt_logprobs=best) for best in (0, 1, 5, -1)),
-)
-"""Every kind of sampling parameters."""
 
 _BATCHES: Final = (1, 2, 16)
 """Row counts that compilers may specialize for."""
@@ -55,7 +35,7 @@ class WarmupPlans:
         self._adapters = adapters
 
     def plan(
-        self, lengths: Sequence[int], context: int = 0, rules: SamplingRules = RULES[0], *, drafts: bool = False
+        self, lengths: Sequence[int], context: int = 0, rules: SamplingRules = EVERY_KIND[0], *, drafts: bool = False
     ) -> StepPlan:
         """Return a step of sequences with `lengths` new tokens after `context` computed ones, shortest first.
 
@@ -79,11 +59,11 @@ class WarmupPlans:
             num_guesses=np.full(len(size), guesses, np.int32) if guesses else None,
         )
 
-    def decode(self, seqs: int, rules: SamplingRules = RULES[0]) -> StepPlan:
+    def decode(self, seqs: int, rules: SamplingRules = EVERY_KIND[0]) -> StepPlan:
         """Return a step with one token for each of `seqs` sequences."""
         return self.plan([1] * seqs, min(3, self._limits.max_model_len - 1), rules)
 
-    def drafts(self, seqs: int, rules: SamplingRules = RULES[0]) -> Iterator[StepPlan]:
+    def drafts(self, seqs: int, rules: SamplingRules = EVERY_KIND[0]) -> Iterator[StepPlan]:
         """Yield a step of `seqs` sequences with as many drafts as fit, or nothing if none do."""
         of_each = min(self._limits.max_drafts, self._limits.max_model_len - 1)
         most = min(seqs * of_each, self._max_step_tokens - seqs)
@@ -91,7 +71,7 @@ class WarmupPlans:
             lengths = [1 + min(of_each, max(most - row * of_each, 0)) for row in range(seqs)]
             yield self.plan(lengths, min(3, self._limits.max_model_len - max(lengths)), rules, drafts=True)
 
-    def prefill(self, tokens: int, seqs: int = 1, decodes: int = 0, rules: SamplingRules = RULES[0]) -> StepPlan:
+    def prefill(self, tokens: int, seqs: int = 1, decodes: int = 0, rules: SamplingRules = EVERY_KIND[0]) -> StepPlan:
         """Return a step of `seqs` prompts with `tokens` in all, and `decodes` decode tokens."""
         each = np.full(seqs, tokens // seqs)
         each[: tokens % seqs] += 1
@@ -144,7 +124,7 @@ class WarmupPlans:
         for tokens in _prefill_sizes(max_tokens):
             yield self.prefill(tokens, -(-tokens // limits.max_model_len))
         yield from self._largest()
-        for rules in RULES:
+        for rules in EVERY_KIND:
             for seqs in (seqs for seqs in _BATCHES if seqs <= limits.max_num_seqs):
                 yield self.decode(seqs, rules)
                 yield from self.drafts(seqs, rules)

@@ -96,10 +96,7 @@ class CudaAdapters:
         self._stacks: dict[str, AdapterStack] = {}
         self._experts: dict[str, int] = {}  # stack of experts -> their number
         for name, ranks in zip(self._parts, self._ranks):
-            if len(layout.shapes[self._tensor(name, layout)]) == _MATRIX_AXES:
-                self._stacks[name] = self._allocate(name, layout, dtype, ranks[: options.slots], empty)
-            else:
-                self._stacks[name] = self._allocate_experts(name, layout, dtype, empty)
+            self._stacks[name] = self._allocate(name, layout, dtype, ranks[: options.slots], empty)
         self._resident: dict[int, AdapterWeights] = {}
         self._rows: AdapterRows | None = None
         self.clear()
@@ -132,29 +129,20 @@ class CudaAdapters:
         """Return the model's tensor whose products a stack changes."""
         return _EMBED if name == _HEAD and _HEAD not in layout.shapes else name
 
-    def _allocate_experts(self, name: str, layout: RankLayout, dtype: torch.dtype, empty: Empty) -> AdapterStack:
-        """Return a stack in which each expert of a slot is a slot: expert e of slot s is s * E + e."""
-        experts, outputs, inputs = layout.shapes[name]
-        slots = self._options.slots * experts
-        parts = self._parts[name]
-        self._experts[name] = experts
-        spans = [(each.into[1].start, each.into[1].stop) for each in parts.values()]
-        return AdapterStack(
-            empty((slots, len(parts) * self._rank, inputs), dtype),
-            empty((slots, outputs, self._rank), dtype),
-            empty((slots,), torch.int32),
-            output_sections(spans).to(self._device.torch),
-        )
-
     def _allocate(self, name: str, layout: RankLayout, dtype: torch.dtype, ranks: Tensor, empty: Empty) -> AdapterStack:
-        outputs, inputs = layout.shapes[self._tensor(name, layout)]
+        """Return a stack. Of experts, each of a slot is a slot of its own: expert e of slot s is s * E + e."""
+        *experts, outputs, inputs = layout.shapes[self._tensor(name, layout)]
         slots = self._options.slots
         parts = self._parts[name]
         if name == _EMBED:
             table = empty((slots, outputs, self._rank), dtype)
             back = empty((slots, inputs, self._rank), dtype)
             return AdapterStack(table, back, ranks, output_sections([(0, inputs)]).to(self._device.torch))
-        spans = [(each.into[0].start, each.into[0].stop) for each in parts.values()]
+        if experts:
+            self._experts[name] = experts[0]
+            slots *= experts[0]
+            ranks = empty((slots,), torch.int32)
+        spans = [(placement.into[-2].start, placement.into[-2].stop) for placement in parts.values()]
         rank = self._own_rank if self._shared.get(name) == "ranks" else self._rank
         if self._shared.get(name) == "outputs":
             outputs = _extent(self._own_outputs(outputs))
@@ -207,72 +195,45 @@ class CudaAdapters:
         matrices = _half_split(self._spec, weights.matrices)
         ranks = np.zeros(len(self._stacks), np.int32)
         for number, (name, parts) in enumerate(self._parts.items()):
-            own = {part: matrices[part] for part in parts if part in matrices}
+            given = {part: matrices[part] for part in parts if part in matrices}
             stack = self._stacks[name]
             if (experts := self._experts.get(name)) is not None:
-                stack.ranks.view(-1, experts)[slot].fill_(weights.rank if own else 0)
-            if not own:
+                stack.ranks.view(-1, experts)[slot].fill_(weights.rank if given else 0)
+            if not given:
                 continue
             ranks[number] = weights.rank
-            if experts is not None:
-                self._write_experts(stack, slot, experts, own, parts)
-            elif name == _EMBED:
-                self._write_embedding(stack, slot, own[_EMBED], parts[_EMBED])
+            if name == _EMBED:
+                self._write_embedding(stack, slot, given[_EMBED], parts[_EMBED])
             else:
-                self._write(stack, slot, own, parts, self._shared.get(name))
+                self._write(name, slot, given, parts)
         self._ranks[:, slot].copy_(torch.from_numpy(ranks))
         self._own_ranks[:, slot].copy_(torch.from_numpy(np.where(ranks, self._own_rank, 0).astype(np.int32)))
 
-    def _write(
-        self,
-        stack: AdapterStack,
-        slot: int,
-        own: Mapping[str, LowRank],
-        parts: Mapping[str, TensorSlice],
-        shared: Shared | None,
-    ) -> None:
-        """Assemble A and B of a slot on the host, zero but for `own`, and copy them as a whole."""
-        a = torch.zeros(len(parts), stack.a.shape[1] // len(parts), stack.a.shape[2], dtype=stack.a.dtype)
-        b = torch.zeros(stack.b.shape[1:], dtype=stack.b.dtype)
-        for projection, (name, placement) in enumerate(parts.items()):
-            if (matrix := own.get(name)) is None:
+    def _write(self, name: str, slot: int, given: Mapping[str, LowRank], parts: Mapping[str, TensorSlice]) -> None:
+        """Assemble A and B of a slot, or of those of its experts, on the host, zero but for `given`, and copy them."""
+        stack = self._stacks[name]
+        shared = self._shared.get(name)
+        count = self._experts.get(name, 1)
+        _, rows_of_a, inputs = stack.a.shape
+        a = torch.zeros(count, len(parts), rows_of_a // len(parts), inputs, dtype=stack.a.dtype)
+        b = torch.zeros(count, *stack.b.shape[1:], dtype=stack.b.dtype)
+        for projection, (part, placement) in enumerate(parts.items()):
+            if (matrix := given.get(part)) is None:
                 continue
-            rows, columns = placement.cut
-            rank = len(matrix.a)
-            into = placement.into[0]
-            down = matrix.a[:, columns]
+            rows, columns = placement.cut[-2:]
+            into = placement.into[-2]
+            down = matrix.a[..., columns]
             if shared == "ranks":
                 first = self._comm.rank * self._own_rank
                 down = down[first : first + self._own_rank]
             if shared == "outputs":
                 rows = self._own_outputs(len(matrix.b))
                 into = slice(None)
-            a[projection, : len(down)] = torch.from_numpy(np.ascontiguousarray(down))
-            b[into, :rank] = torch.from_numpy(np.ascontiguousarray(matrix.b[rows]))
-        stack.a[slot].copy_(a.flatten(0, 1))
-        stack.b[slot].copy_(b)
-
-    def _write_experts(
-        self,
-        stack: AdapterStack,
-        slot: int,
-        experts: int,
-        own: Mapping[str, LowRank],
-        parts: Mapping[str, TensorSlice],
-    ) -> None:
-        """The same of the slots of all experts."""
-        a = torch.zeros(experts, len(parts), self._rank, stack.a.shape[2], dtype=stack.a.dtype)
-        b = torch.zeros(experts, *stack.b.shape[1:], dtype=stack.b.dtype)
-        for projection, (name, placement) in enumerate(parts.items()):
-            if (matrix := own.get(name)) is None:
-                continue
-            _, rows, columns = placement.cut
-            rank = matrix.a.shape[1]
-            a[:, projection, :rank] = torch.from_numpy(np.ascontiguousarray(matrix.a[..., columns]))
-            b[:, placement.into[1], :rank] = torch.from_numpy(np.ascontiguousarray(matrix.b[:, rows]))
-        first = slot * experts
-        stack.a[first : first + experts].copy_(a.flatten(1, 2))
-        stack.b[first : first + experts].copy_(b)
+            a[:, projection, : down.shape[-2]] = torch.from_numpy(np.ascontiguousarray(down))
+            b[:, into, : matrix.a.shape[-2]] = torch.from_numpy(np.ascontiguousarray(matrix.b[..., rows, :]))
+        first_slot = slot * count
+        stack.a[first_slot : first_slot + count].copy_(a.flatten(1, 2))
+        stack.b[first_slot : first_slot + count].copy_(b)
 
     def _write_embedding(self, stack: AdapterStack, slot: int, matrix: LowRank, placement: TensorSlice) -> None:
         table = torch.zeros(stack.a.shape[1:], dtype=stack.a.dtype)
@@ -358,9 +319,9 @@ class CudaAdapters:
         if rows is None:
             return x
         count = stack.a.shape[1]
-        own = token_ids - comm.rank * count
-        absent = (own < 0) | (own >= count) | (rows.slots == self.slots)
-        index = (rows.slots * count + own).masked_fill(absent, 0)
+        row = token_ids - comm.rank * count
+        absent = (row < 0) | (row >= count) | (rows.slots == self.slots)
+        index = (rows.slots * count + row).masked_fill(absent, 0)
         h = F.embedding(index, stack.a.flatten(0, 1)).float().masked_fill(absent[:, None], 0)
         return add_expanded(x, comm.all_reduce(h)[None], stack, rows, self._device.chip)
 

@@ -19,11 +19,11 @@ from pagoda.backends.torch_cuda.model.feed_forward import paged_makers
 from pagoda.backends.torch_cuda.model.parameters import RankParams
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, linear, rotary_tables
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, Comm
-from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
+from pagoda.backends.torch_decoder.decoder import TorchModel
 from pagoda.common.models.spec import ModelSpec
 
 
-class CudaDecoder:
+class CudaDecoder(TorchModel):
     """Tokens in, hidden states and logits out, without synchronizing with the host."""
 
     def __init__(
@@ -49,11 +49,8 @@ class CudaDecoder:
             adapters,
         )
         tables = rotary_tables(spec.ropes, max_len, device.torch)
-        self.spec = spec
+        super().__init__(spec, build, paged_makers(build, tables), tuple if offload is None else offload.wrap)
         self.build = build
-        self.embed = TokenEmbedding(spec.embedding, build)
-        self.stack = DecoderStack(spec, build, paged_makers(build, tables), tuple if offload is None else offload.wrap)
-        self.embed_out = build.linear("embed_out") if params.get("embed_out") is not None else None
         self.head = linear(
             params["embed" if spec.tied else "head"],
             params.get("head_bias"),
@@ -93,17 +90,11 @@ class CudaDecoder:
 
         adapter_slots int32 [R]: of the rows' adapters, as in `CudaStepBatch`; None: no row has one.
         """
-        spec = self.spec
         adapters = self.build.adapters
-        if self.embed_out is not None:
-            hidden = self.embed_out(hidden)
-        own = self.head(hidden)
+        hidden = self.head_input(hidden)
+        of_rank = self.head(hidden)
         if adapters is not None and adapter_slots is not None:
-            own = adapters.add_to_logits(own, hidden, adapter_slots, batch_invariant=self.build.batch_invariant)
-        whole = self.build.comm.gather_last(own)[:, : spec.vocab]
-        logits = whole.contiguous() if out is None else out.copy_(whole)
-        if spec.logit_scale != 1.0:
-            logits *= spec.logit_scale
-        if spec.logit_softcap is not None:
-            logits.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
-        return logits
+            invariant = self.build.batch_invariant
+            of_rank = adapters.add_to_logits(of_rank, hidden, adapter_slots, batch_invariant=invariant)
+        gathered = self.build.comm.gather_last(of_rank)[:, : self.spec.vocab]
+        return self.scaled(gathered.contiguous() if out is None else out.copy_(gathered))

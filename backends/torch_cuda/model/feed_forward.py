@@ -1,16 +1,16 @@
-"""The blocks of a rank's layers: feed-forward blocks and mixtures of experts, and the mixers of their rooms."""
+"""What kernels add to the torch decoder's blocks: MLPs, experts and the mixers of their rooms, on a rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from statistics import NormalDist
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import sigmoid, sparse, xielu
+from pagoda.backends.reference.model.ops import sparse
 from pagoda.backends.torch_cuda.kernels.experts.moe import moe
 from pagoda.backends.torch_cuda.kernels.linear.quantize_rows import QuantizedRows
 from pagoda.backends.torch_cuda.kernels.linear.weight_only import FEW
@@ -21,7 +21,7 @@ from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, Rows
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import Comm
 from pagoda.backends.torch_decoder.ops import BlockMakers, Linear, MixerStep, Routed
 from pagoda.common.models.mixers import Mixer
-from pagoda.common.models.spec import Activation, Ffn, Mlp, Moe
+from pagoda.common.models.spec import Activation, Mlp, Moe
 
 
 def paged_makers(build: CudaBuildContext, tables: RotaryTables) -> BlockMakers:
@@ -33,42 +33,19 @@ def paged_makers(build: CudaBuildContext, tables: RotaryTables) -> BlockMakers:
 
 def block_makers(build: CudaBuildContext, mixer: Callable[[Mixer, str, tuple[int, ...]], MixerStep]) -> BlockMakers:
     """Return how the blocks of layers are made. `mixer`: makes a mixer."""
-
-    def routed(spec: Moe, prefix: str, expert_scale: Tensor | None) -> Routed:
-        own = make_routed(spec, build, prefix, expert_scale)
-        return lambda x, router_input: build.comm.all_reduce(own(x, router_input))
-
     return BlockMakers(
         mixer,
-        ffn=lambda spec, prefix: make_ffn(spec, build, prefix),
-        routed=routed,
+        mlp=lambda spec, prefix, inner, down: _mlp(spec, build, prefix, inner, down),
+        routed=lambda spec, prefix, expert_scale: _routed(spec, build, prefix, expert_scale),
         only_reader=lambda spec, prefix: ops_of(spec).only_reader(spec, build, prefix),
     )
 
 
-def make_ffn(spec: Ffn, build: CudaBuildContext, prefix: str) -> Linear:
-    """Return the feed-forward block as a function of x [T, D]."""
-    match spec:
-        case Mlp():
-            inner = build.linear(f"{prefix}.inner")
-            inner = build.adapted(inner, f"{prefix}_adapter", f"{prefix}.inner_adapter_out")  # of an input block
-            return _mlp(spec, build, prefix, build.summed(f"{prefix}.down"), inner)
-        case Moe():
-            return make_moe(spec, build, prefix)
-        case _:
-            assert_never(spec)
-
-
-def _mlp(spec: Mlp, build: CudaBuildContext, prefix: str, down: Linear, inner: Linear | None = None) -> Linear:
-    """`inner`: the map to gate and up where it has more than a matrix."""
-    inner = inner or build.linear(f"{prefix}.inner")
+def _mlp(spec: Mlp, build: CudaBuildContext, prefix: str, inner: Linear, down: Linear) -> Linear:
+    """Return the MLP of its two products as a function of x [T, D]."""
     act = partial(activation.gated, clamped=spec.clamped, limit=spec.clip) if spec.gated else activation.plain
     name = spec.activation
     use_kernel = build.device.use_kernels
-    if (learned := spec.learned) is not None:
-        p = build.params[f"{prefix}.curvature_p"]
-        n = build.params[f"{prefix}.curvature_n"]
-        return lambda x: down(xielu(inner(x), learned, p, n))
 
     def mlp(x: Tensor) -> Tensor:
         return down(act(inner(x), name, use_kernel=use_kernel))
@@ -101,7 +78,8 @@ def _rounding_mlp(
         if isinstance(x, Tensor) and len(x) <= FEW:
             return few(x)
         both = inner(x)
-        return down(QuantizedRows(*rounded(both, name), both.dtype))
+        data, scales = rounded(both, name)
+        return down(QuantizedRows(data, scales, both.dtype))
 
     return mlp
 
@@ -123,20 +101,7 @@ def make_sparse(quantile: float, comm: Comm) -> Linear:
     return cut
 
 
-def make_moe(spec: Moe, build: CudaBuildContext, prefix: str) -> Linear:
-    """Return the mixture as a function of x [T, D]. Each expert's width is sharded: tokens are not exchanged."""
-    comm = build.comm
-    routed = make_routed(spec, build, prefix)
-    shared = None if spec.shared is None else make_shared(spec.shared, build, prefix)
-
-    def mixture(x: Tensor) -> Tensor:
-        mixed = routed(x, x)
-        return comm.all_reduce(mixed if shared is None else mixed + shared(x))
-
-    return mixture
-
-
-def make_routed(spec: Moe, build: CudaBuildContext, prefix: str, expert_scale: Tensor | None = None) -> Routed:
+def _routed(spec: Moe, build: CudaBuildContext, prefix: str, expert_scale: Tensor | None) -> Routed:
     """Return the rank's part of the routed experts' output, as a function of x and the router's input, both [T, D]."""
     params = build.params
     device = build.device
@@ -169,13 +134,3 @@ def make_routed(spec: Moe, build: CudaBuildContext, prefix: str, expert_scale: T
         )
 
     return routed
-
-
-def make_shared(spec: Mlp, build: CudaBuildContext, prefix: str) -> Linear:
-    """Return the rank's part of the mixture's shared Mlp, times its gate, as a function of x [T, D]."""
-    mlp = _mlp(spec, build, f"{prefix}.shared", build.linear(f"{prefix}.shared.down"))
-    if build.params.get(f"{prefix}.shared_gate") is None:
-        return mlp
-    gate = build.linear(f"{prefix}.shared_gate")
-    sigmoid_of = sigmoid if build.batch_invariant else torch.sigmoid
-    return lambda x: sigmoid_of(gate(x)) * mlp(x)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix
+from pagoda.backends.torch_decoder.layers import with_shared_blocks
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Allocates an uninitialized tensor on the device."""
@@ -40,15 +41,7 @@ class RankParams:
 
         `owners`: see `ModelSpec.shared_blocks`.
         """
-        named = dict(self.by_name)
-        for layer, owner in owners.items():
-            for part in ("block.", "mixers.0."):
-                first = f"layers.{owner}.{part}"
-                own = f"layers.{layer}.{part}"
-                for name, matrix in self.by_name.items():
-                    if name.startswith(first):
-                        named.setdefault(own + name.removeprefix(first), matrix)
-        return RankParams(named)
+        return RankParams(with_shared_blocks(self.by_name, owners))
 
     def matrix(self, name: str) -> Matrix:
         """Return a matrix, packed or not. Raise KeyError if the model has none."""

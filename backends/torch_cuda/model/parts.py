@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagoda.backends.reference.model.ops import sigmoid
 from pagoda.backends.torch_cuda.attention_backends.protocol import AttentionKernels
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.kernels.linear.invariant_linear import invariant_linear
@@ -137,6 +138,12 @@ class CudaBuildContext:
         comm = self.comm
         return partial_sum if comm.size == 1 else lambda x: comm.all_reduce(partial_sum(x))
 
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        return self.comm.all_reduce(x)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return sigmoid(x) if self.batch_invariant else torch.sigmoid(x)
+
     def adapted(self, layer: Linear, first: str, *seconds: str) -> Linear:
         """Return a linear map with low-rank adapters; without any, the map itself.
 
@@ -156,6 +163,11 @@ class CudaBuildContext:
     def norm(self, spec: Norm | None, name: str) -> NormStep:
         """Return the norm `name`; without a spec, the sum alone."""
         return _add if spec is None else self._row_norm(spec, name)
+
+    def rows_norm(self, spec: Norm, name: str) -> Linear:
+        """Return the norm `name` as a function of rows [n, H]."""
+        norm = self._row_norm(spec, name)
+        return lambda x: norm(x)[0]
 
     def _row_norm(self, spec: Norm, name: str) -> RowNorm:
         return RowNorm(

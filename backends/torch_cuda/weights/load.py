@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.model.ops import to_torch
-from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix, Scheme, pack
+from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix, pack
 from pagoda.backends.torch_cuda.model.mixers.registry import ops_of
 from pagoda.backends.torch_cuda.model.parameters import Empty, Matrix, Pack, RankParams
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
-from pagoda.backends.torch_cuda.supported import packed_scheme
+from pagoda.backends.torch_cuda.schemes import ROUNDED_ON_DEVICE, KernelScheme, packed_scheme
 from pagoda.backends.torch_cuda.weights.arrange import RankLayout, TensorSlice
 from pagoda.backends.torch_cuda.weights.quantized_layout import (
     MIN_GROUP,
@@ -37,23 +37,9 @@ from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.shapes import checked, lacking, params
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization.on_the_fly import GROUPS
-from pagoda.common.weights.quantization.tensors import Activations, QuantizedTensor, Value, log_dequantized
-from pagoda.common.weights.quantization.tensors import Scheme as StoredScheme
+from pagoda.common.weights.quantization.schemes import INT4_GROUPS, ROUNDED, Activations, Scheme, int4_group
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, Value, log_dequantized
 from pagoda.common.weights.rope_order import half_split
-
-_FLOAT8, _INT8 = (Activations(numbers, "row") for numbers in ("float8", "int8"))
-
-METHODS: Final[Mapping[str, tuple[Scheme, Activations | None]]] = {
-    "fp8": ("fp8", _FLOAT8),
-    "fp8_per_channel": ("fp8", _FLOAT8),
-    "ptpc_fp8": ("fp8", _FLOAT8),
-    "int8": ("int8", _INT8),
-    "int8_per_channel_weight_only": ("int8", None),
-    "tpu_int8": ("int8", None),
-    "int4": ("int4", None),
-}
-"""Value of --quantization -> scheme, and how activations are rounded."""
 
 _FUSED_FFN: Final = {
     **{"gate": "inner", "up": "inner"},
@@ -65,22 +51,13 @@ _ONCE: Final = ("out_bias", "down_bias")
 """Biases of all-reduced products: only the first rank adds them."""
 
 _MATRIX_AXES: Final = 2
-_NARROWER: Final[Mapping[Scheme, Scheme]] = {"int8": "int4"}
+_NARROWER: Final[Mapping[KernelScheme, KernelScheme]] = {"int8": "int4"}
 """Schemes whose numbers become wider beside others in one matrix, by those."""
 
-_MATRICES: Final = (".qkv", ".gate", ".decay", ".latents", ".q_b", ".out", ".inner", ".down")
-"""Name suffixes of layers' matrices that may be packed; not the router's, which is small and sensitive."""
+_MATRICES: Final = frozenset({"gate", "out", "inner", "down"})
+"""Last parts of the names of layers' tensors beside mixers that may be packed; not the router's, which is sensitive."""
 
-_SMALL_MATRICES: Final = (
-    ".indexer.q",
-    ".indexer.k",
-    ".blocks.q",
-    ".blocks.k",
-    ".selection",
-    ".step",
-    ".left",
-    ".right",
-)
+_SMALL_MATRICES: Final = frozenset({"left", "right"})
 """The same of those that stay packed where a checkpoint holds them so."""
 
 
@@ -91,16 +68,17 @@ def packing(method: str | None) -> Pack | None:
     """
     if method is None:
         return None
-    if method not in METHODS:
-        raise ConfigError("--quantization", f"torch_cuda does not support {method}; use {', '.join(METHODS)}")
-    scheme, activations = METHODS[method]
-    return lambda weight: replace(_pack(weight, scheme), activations=activations)
+    if method not in ROUNDED_ON_DEVICE:
+        raise ConfigError("--quantization", f"torch_cuda does not support {method}; use {', '.join(ROUNDED_ON_DEVICE)}")
+    stored = ROUNDED[method]
+    scheme = packed_scheme(stored, experts=False)
+    assert scheme is not None, "the kernels multiply what they round to"
+    return lambda weight: replace(_pack(weight, scheme), activations=stored.activations)
 
 
-def _pack(weight: Tensor, scheme: Scheme) -> PackedMatrix:
+def _pack(weight: Tensor, scheme: KernelScheme) -> PackedMatrix:
     """Quantize in the largest int4 groups that divide the inputs; if none do, the last group is padded."""
-    inputs = weight.shape[-1]
-    return pack(weight, scheme, next((size for size in GROUPS if inputs % size == 0), GROUPS[0]))
+    return pack(weight, scheme, int4_group(weight.shape[-1]) or INT4_GROUPS[0])
 
 
 class Loader:
@@ -114,7 +92,7 @@ class Loader:
         empty: Empty,
         pack: Pack | None = None,
         allocators: Mapping[str, Empty] | None = None,
-        schemes: Mapping[str, StoredScheme] | None = None,
+        schemes: Mapping[str, Scheme] | None = None,
         *,
         parameters: Mapping[str, Param] | None = None,
         attention: Mixer | None = None,
@@ -147,12 +125,12 @@ class Loader:
         like = self._pack(torch.empty(shape, dtype=self._dtype, device="meta"))
         return like.mapped(lambda part: empty(tuple(part.shape), part.dtype))
 
-    def _estimate(self, name: str, stored: Scheme) -> PackedMatrix:
+    def _estimate(self, name: str, stored: KernelScheme) -> PackedMatrix:
         """Return a stored matrix on the meta device, as large as it may become."""
         parts = {
             part: each for part, each in self._layout.placements.items() if each is not None and each.tensor == name
         }
-        groups = [least_group(self._schemes[part], *_inputs(each)) for part, each in parts.items()]
+        groups = [least_group(self._schemes[part], each.cut[-1]) for part, each in parts.items()]
         sizes = [size for size in groups if size is not None]
         form = estimated_form(stored, self._schemes[next(iter(parts))], gcd(*sizes) if sizes else None)
         return form.allocate(self._layout.shapes[name], _meta)
@@ -303,25 +281,35 @@ def make_layout(
         if param.axes[0] == "V":
             layout.filled[name] = layout.shapes[name][0]
             layout.shapes[name] = (shard.vocab(param.shape[0]), *layout.shapes[name][1:])
-        if name.startswith("layers.") and name.endswith(_MATRICES):
-            layout.matrices.add(name)
-        if name.startswith("layers.") and name.endswith(_SMALL_MATRICES) and not param.float32:
-            layout.small_matrices.add(name)
+        if name.startswith("layers."):
+            part = _part(name, mixer)
+            if part in (_MATRICES if mixer is None else ops_of(mixer).matrices):
+                layout.matrices.add(name)
+            if part in (_SMALL_MATRICES if mixer is None else ops_of(mixer).small_matrices) and not param.float32:
+                layout.small_matrices.add(name)
         if param.float32:
             layout.float32.add(name)
     return layout
 
 
-def _stored_packings(layout: RankLayout, schemes: Mapping[str, StoredScheme]) -> dict[str, Scheme]:
+def _part(name: str, mixer: Mixer | None) -> str:
+    """Return the last part of the name of a layer's tensor: all of it within a mixer, else its last word."""
+    if mixer is None:
+        return name.rpartition(".")[2]
+    _, _, _, _, part = name.split(".", 4)  # layers.N.mixers.N.part
+    return part
+
+
+def _stored_packings(layout: RankLayout, schemes: Mapping[str, Scheme]) -> dict[str, KernelScheme]:
     """Return the kernels' schemes of the matrices all parts of which are stored in one.
 
     Numbers of 4 bits beside numbers of 8 become those.
     """
-    packings: dict[str, set[tuple[Scheme | None, Activations | None]]] = {}
+    packings: dict[str, set[tuple[KernelScheme | None, Activations | None]]] = {}
     for name, placement in layout.placements.items():
         if placement is not None and placement.tensor in layout.matrices | layout.small_matrices:
             packings.setdefault(placement.tensor, set()).add(_packing(schemes.get(name), placement))
-    chosen: dict[str, Scheme] = {}
+    chosen: dict[str, KernelScheme] = {}
     for tensor, kinds in packings.items():
         names = {scheme for scheme, _ in kinds}
         if len(kinds) == 1 and (scheme := names.pop()) is not None:
@@ -331,23 +319,16 @@ def _stored_packings(layout: RankLayout, schemes: Mapping[str, StoredScheme]) ->
     return chosen
 
 
-def _packing(stored: StoredScheme | None, placement: TensorSlice) -> tuple[Scheme | None, Activations | None]:
+def _packing(stored: Scheme | None, placement: TensorSlice) -> tuple[KernelScheme | None, Activations | None]:
     """Return the kernels' scheme of a part and how its input is rounded; None: no kernel multiplies it."""
     if stored is None:
         return None, None
     scheme = packed_scheme(stored, len(placement.cut) > _MATRIX_AXES)
-    start, inputs = _inputs(placement)
-    group = least_group(stored, start, inputs)
-    divided = bool(getattr(stored, "ordered", False)) and placement.cut_inputs
+    group = least_group(stored, placement.cut[-1])
+    divided = stored.ordered and placement.cut_inputs
     if scheme is None or divided or (group is not None and group < MIN_GROUP):
         return None, None
-    return scheme, getattr(stored, "activations", None)
-
-
-def _inputs(placement: TensorSlice) -> tuple[int, int]:
-    """Return the first of a part's inputs and how many there are."""
-    cut = placement.cut[-1]
-    return cut.start, cut.stop - cut.start
+    return scheme, stored.activations
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -17,25 +17,14 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.model.ops import to_torch
-from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix, Scheme
+from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix
 from pagoda.backends.torch_cuda.kernels.linear.weight_only.packing import CODES, block, int4_words
 from pagoda.backends.torch_cuda.model.parameters import Empty
+from pagoda.backends.torch_cuda.schemes import KernelScheme, has_whole_groups
 from pagoda.common.errors import WeightError
-from pagoda.common.weights.gguf.groups import as_groups, group_format
-from pagoda.common.weights.quantization.tensors import (
-    TABLES,
-    Activations,
-    Array,
-    Blocks,
-    Codes4,
-    Floats,
-    Int4,
-    Int8,
-    Mxfp4,
-    Nvfp4,
-    QuantizedTensor,
-)
-from pagoda.common.weights.quantization.tensors import Scheme as StoredScheme
+from pagoda.common.weights.gguf.groups import as_groups, scheme_in_groups
+from pagoda.common.weights.quantization.schemes import TABLES, Activations, Scheme, integer_scheme
+from pagoda.common.weights.quantization.tensors import Array, Floats, QuantizedTensor
 
 MIN_GROUP: Final = 16
 """Smallest number of inputs with a scale of their own that the kernels multiply."""
@@ -54,7 +43,7 @@ _OF_STEP: Final = 2**-7
 class PackedForm:
     """What of a PackedMatrix does not depend on its size."""
 
-    scheme: Scheme
+    scheme: KernelScheme
     group: int
     rows: int
     scale: torch.dtype
@@ -128,20 +117,17 @@ class PackedForm:
         return -(-inputs // whole) * whole // self.group
 
 
-def least_group(scheme: StoredScheme, start: int, inputs: int) -> int | None:
-    """Return the inputs that share a scale in `inputs` of a row from `start` on; None: those of a channel do."""
-    if isinstance(scheme, Blocks):
-        form = group_format(scheme.kind)
-        return None if form is None else least_group(form.scheme, start, inputs)
-    if not isinstance(scheme.group, tuple):
+def least_group(scheme: Scheme, cut: slice) -> int | None:
+    """Return how many inputs share a scale in the part `cut` of a row; None: those of a channel do."""
+    stored = scheme_in_groups(scheme)
+    if stored is None or not isinstance(stored.group, tuple):
         return None
-    complete = isinstance(scheme, Mxfp4 | Nvfp4 | Codes4)
-    return gcd(scheme.group[1], start, inputs if complete else 0, _MAX_GROUP)
+    size = cut.stop - cut.start if has_whole_groups(stored) else 0
+    return gcd(stored.group[1], cut.start, size, _MAX_GROUP)
 
 
-def estimated_form(scheme: Scheme, stored: StoredScheme, group: int | None) -> PackedForm:
+def estimated_form(scheme: KernelScheme, stored: Scheme, group: int | None) -> PackedForm:
     """Return the form of a matrix that takes the most memory of those with a scheme."""
-    activations = None if isinstance(stored, Blocks) else getattr(stored, "activations", None)
     grouped = group is not None
     bytes_ = scheme in ("mxfp4", "nvfp4")
     return PackedForm(
@@ -151,31 +137,31 @@ def estimated_form(scheme: Scheme, stored: StoredScheme, group: int | None) -> P
         torch.uint8 if bytes_ else torch.float32,
         torch.float32 if grouped and scheme in ("int4", "int8") else None,
         row_scale=grouped,
-        ordered=bool(getattr(stored, "ordered", False)),
-        activations=activations,
+        ordered=stored.ordered,
+        activations=stored.activations,
     )
 
 
-def as_scheme(part: QuantizedTensor, scheme: Scheme) -> QuantizedTensor:
+def as_scheme(part: QuantizedTensor, scheme: KernelScheme) -> QuantizedTensor:
     """Return the same values in groups, with numbers of 8 bits where `scheme` has those. Raise WeightError."""
-    if isinstance(part.scheme, Blocks):
-        converted = as_groups(part)
-        if converted is None:
-            raise WeightError(f"blocks of {part.scheme.kind.name} have no groups")
-        part = converted
-    if scheme != "int8" or not isinstance(part.scheme, Int4):
-        return part
-    numbers = np.stack((part.data & 15, part.data >> 4), -1).reshape(part.shape)
-    return replace(part, scheme=Int8(part.scheme.group), data=numbers.view(np.int8) - np.int8(8))
+    converted = as_groups(part)
+    stored = scheme_in_groups(part.scheme)
+    if converted is None or stored is None:
+        raise WeightError(f"{part.scheme} has no groups")
+    if scheme != "int8" or stored.numbers != "int4":
+        return converted
+    numbers = np.stack((converted.data & 15, converted.data >> 4), -1).reshape(converted.shape)
+    wide = integer_scheme(8, converted.group_shape[-1], offsets=stored.offsets)
+    return replace(converted, scheme=wide, data=numbers.view(np.int8) - np.int8(8))
 
 
-def form_of(scheme: Scheme, parts: Sequence[tuple[int, QuantizedTensor]], rounds: bool = True) -> PackedForm:
+def form_of(scheme: KernelScheme, parts: Sequence[tuple[int, QuantizedTensor]], rounds: bool = True) -> PackedForm:
     """Return the form of a matrix of parts, each with its first row. Raise WeightError if none fits.
 
     `rounds`: scales and offsets may be rounded to float16 where that changes little.
     """
     tensors = [part for _, part in parts]
-    activations = getattr(tensors[0].scheme, "activations", None)
+    activations = tensors[0].scheme.activations
     if scheme in ("int8", "fp8") and all(part.channel_scales() is not None for part in tensors):
         return PackedForm(scheme, 0, 1, torch.float32, activations=activations)
     group = gcd(_MAX_GROUP, *(part.group_shape[-1] for part in tensors if part.scales.shape[-1] > 1))

@@ -23,7 +23,7 @@ from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix, 
 from pagoda.benchmarks.gpu.kernels.gemm import COLD_BYTES, MIXTURES, candidates, eager, microseconds, random
 from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, figures, settings_trials, verdict, worst
 from pagoda.common.models.spec import Mlp, Router
-from pagoda.common.weights.quantization.tensors import Activations
+from pagoda.common.weights.quantization.schemes import Activations
 
 SCHEMES = ("fp8", "fp8-blocks", "int8", "int8-weights", "int4", "mxfp4", "nvfp4")
 ROUNDED: Final = {"fp8": "float8", "fp8-blocks": "float8", "int8": "int8"}

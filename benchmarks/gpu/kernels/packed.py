@@ -19,21 +19,12 @@ from pagoda.backends.torch_cuda.kernels.linear.packed_linear import packed_linea
 from pagoda.backends.torch_cuda.kernels.linear.quantize_rows import quantize_rows_reference
 from pagoda.backends.torch_cuda.kernels.linear.scaled_linear import multiplies
 from pagoda.backends.torch_cuda.kernels.linear.weight_only import FEW, PackedMatrix, unpack
-from pagoda.backends.torch_cuda.supported import packed_scheme
+from pagoda.backends.torch_cuda.schemes import packed_scheme
 from pagoda.backends.torch_cuda.weights.quantized_layout import as_scheme, form_of, write
 from pagoda.benchmarks.gpu.kernels.gemm import COLD_BYTES, MATRICES, eager, microseconds
 from pagoda.benchmarks.gpu.measure import BF16, Bench, Number, figures, settings_trials, verdict, worst
-from pagoda.common.weights.quantization.tensors import (
-    Activations,
-    Codes4,
-    Float8,
-    Int4,
-    Int8,
-    Mxfp4,
-    Nvfp4,
-    Scheme,
-    random_quantized,
-)
+from pagoda.common.weights.quantization.schemes import Activations, Codes4, Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme
+from pagoda.common.weights.quantization.tensors import random_quantized
 
 SCHEMES: dict[str, Scheme] = {
     "fp8_channel": Float8("channel", Activations("float8", "row")),

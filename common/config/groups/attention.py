@@ -41,11 +41,11 @@ _FLAG: Final = "--attention-backend"
 def kernel_name(text: str) -> str:
     """Return the kernel name in capitals. Raise ValueError if no backend supports it."""
     name = text.upper().removesuffix(_OLD_SUFFIX)
-    known = (AUTO, *dict.fromkeys(name for names in KERNELS.values() for name in names))
+    kernels = (AUTO, *dict.fromkeys(name for names in KERNELS.values() for name in names))
     if name in _UNSUPPORTED:
-        raise ValueError(f"no backend has this kernel; use one of {', '.join(known)}, or drop it")
-    if name not in known:
-        raise ValueError(f"unknown{did_you_mean(name, known)}; use one of {', '.join(known)}, or drop it")
+        raise ValueError(f"no backend has this kernel; use one of {', '.join(kernels)}, or drop it")
+    if name not in kernels:
+        raise ValueError(f"unknown{did_you_mean(name, kernels)}; use one of {', '.join(kernels)}, or drop it")
     return name
 
 
@@ -92,6 +92,6 @@ class AttentionConfig:
         flag = _FLAG if json_name is None else "--attention-config"
         name = kernel_name(str(json_name or self.attention_backend or AUTO))
         if name != AUTO and name not in KERNELS[backend]:
-            known = ", ".join((AUTO.lower(), *KERNELS[backend]))
-            raise ConfigError(flag, f"{backend} has no {name}; use one of {known}, or drop the flag")
+            kernels = ", ".join((AUTO.lower(), *KERNELS[backend]))
+            raise ConfigError(flag, f"{backend} has no {name}; use one of {kernels}, or drop the flag")
         return name if backend == "torch_cuda" else AUTO

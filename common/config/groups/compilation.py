@@ -82,10 +82,10 @@ class CompilationConfig:
             if getattr(self, name) and name in self.compilation_config:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(flag, f"is also set in --compilation-config as {name}; drop one of them")
-        known = (*_GRAPH_KEYS, *_TORCH_COMPILE_KEYS)
+        keys = (*_GRAPH_KEYS, *_TORCH_COMPILE_KEYS)
         for key in self.compilation_config:
-            if key not in known:
-                raise ConfigError("--compilation-config", f"{key} is unknown{did_you_mean(key, known)}; drop it")
+            if key not in keys:
+                raise ConfigError("--compilation-config", f"{key} is unknown{did_you_mean(key, keys)}; drop it")
         self._check_graphs()
 
     def _check_graphs(self) -> None:
@@ -136,8 +136,8 @@ class CompilationConfig:
     @property
     def ignored_keys(self) -> tuple[str, ...]:
         """The given keys of --compilation-config that have no effect."""
-        given = self.compilation_config.items()
-        return tuple(key for key, value in given if key in _TORCH_COMPILE_KEYS and value is not None)
+        items = self.compilation_config.items()
+        return tuple(key for key, value in items if key in _TORCH_COMPILE_KEYS and value is not None)
 
     def _graph_setting(self, name: str) -> tuple[str, Any]:
         """Return a CUDA graph setting and the flag that set it: its own or --compilation-config."""

@@ -110,8 +110,8 @@ class RuntimeConfig:
         Raises ConfigError unless there is a list for each engine.
         """
         if self.cpu_omp_threads_bind == "auto":
-            own = cores[engine * len(cores) // engines : (engine + 1) * len(cores) // engines]
-            return ",".join(map(str, own)) or "auto"
+            engine_cores = cores[engine * len(cores) // engines : (engine + 1) * len(cores) // engines]
+            return ",".join(map(str, engine_cores)) or "auto"
         if self.cpu_omp_threads_bind in ANY_CORE:
             return self.cpu_omp_threads_bind
         lists = self.cpu_omp_threads_bind.split("|")

@@ -187,7 +187,8 @@ class ServerConfig:
         "On a Cloud TPU host: shut down as after SIGTERM when Google Cloud announces maintenance or preempts the host.",
     )
     keep_alive_on_engine_death: bool = option(
-        False, "Keep the server running after the engine dies; every request then gets HTTP 503."
+        False,
+        "Keep the server running after the engine dies. Requests then get HTTP 500, /health HTTP 503 with the cause.",
     )
     server_dev_mode: bool = option(
         False, "Serve development endpoints such as /sleep, /pause and /server_info; not for production."

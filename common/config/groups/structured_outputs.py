@@ -57,10 +57,10 @@ class StructuredOutputsConfig:
         if self.reasoning_parser_plugin and self.reasoning_parser in ("", "auto", "none"):
             raise ConfigError("--reasoning-parser-plugin", "needs --reasoning-parser; name one of the plugin's formats")
         settings = self.structured_outputs_config
-        known = ("backend", *_SWITCHES, *_TEXTS)
+        keys = ("backend", *_SWITCHES, *_TEXTS)
         for key, value in settings.items():
-            if key not in known:
-                raise ConfigError(_FLAG, f"{key} is unknown{did_you_mean(key, known)}; drop it")
+            if key not in keys:
+                raise ConfigError(_FLAG, f"{key} is unknown{did_you_mean(key, keys)}; drop it")
             if key in _SWITCHES and not isinstance(value, bool):
                 raise ConfigError(_FLAG, f"{key} must be true or false, not {value!r}")
             if key in _TEXTS and value:

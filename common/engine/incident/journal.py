@@ -100,7 +100,7 @@ class Journal:
 
     def added(self, request: EngineRequest) -> None:
         """After `add`."""
-        state = self._scheduler.request(request.request_id)
+        state = self._scheduler.requests[request.request_id]
         kept = request if request.prompt_embeds is None else replace(request, prompt_embeds=None)
         self._segment.entries.append(_Queued(kept, state))
         self._segment.pages += len(request.prompt_token_ids) // self._layout.block_size
@@ -122,7 +122,8 @@ class Journal:
         self._segment.entries.append(entry)
         plan = schedule()
         entry.failed = False
-        entry.withheld = self._scheduler.num_withheld
+        masks = self._scheduler.masks
+        entry.withheld = masks.num_withheld if masks.num_requests else 0
         if plan is not None:
             entry.step = plan.step
             entry.num_seqs = len(plan.rows)

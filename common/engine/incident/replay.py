@@ -97,7 +97,7 @@ class Replay:
         match event:
             case Added():
                 self.scheduler.add(_engine_request(event))
-                _set_up(self.scheduler.request(event.request_id), event)
+                _set_up(self.scheduler.requests[event.request_id], event)
             case Aborted(request_ids):
                 self.scheduler.abort(request_ids)
             case Cleared():

@@ -479,6 +479,11 @@ class RunningBlocks:
         batch.capacity[row] = self._kv.capacity(request)
         return True
 
+    def allocate_all(self, rows: Int32, end: Int32) -> bool:
+        """Allocate blocks for the first `end` [n] tokens of `rows` [n]. Returns False at the first row without."""
+        short = np.flatnonzero(end > self._batch.capacity[rows])
+        return all(self.allocate(int(rows[i]), int(end[i])) for i in short)
+
     def snapshot(self, rows: Int32) -> None:
         """Put the recurrent state of rows at a border of snapshots into the prefix cache, before it is replaced."""
         computed = self._batch.computed[rows]

@@ -255,6 +255,8 @@ class AdaptersState:
 class SchedulerAdapters(SchedulerPart[AdaptersState]):
     """The LoRA adapters of one scheduler's requests. `make`: returns an empty queue; see AdapterQueue."""
 
+    needs = "adapter"
+
     def __init__(self, slots: AdapterSlots, batch: RunningBatch, make: Callable[[], WaitingQueue]) -> None:
         self.slots = slots
         self.queue = AdapterQueue(slots, make)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Final, Protocol
+from itertools import zip_longest
+from typing import Final, Protocol
 
 from pagoda.common.backend import LoraBackend
 from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter, AdapterLoad
-from pagoda.common.engine.lora.slots import AdapterSlots
+from pagoda.common.engine.lora.slots import SchedulerAdapters
 from pagoda.common.engine.messages import EngineOutput
+from pagoda.common.engine.steps.contract import ShardPlans, StepPlan
 from pagoda.common.errors import PagodaError, RequestError
 from pagoda.common.weights.lora.weights import AdapterWeights
 
@@ -118,19 +120,23 @@ def _refusal(adapter: Adapter, error: BaseException) -> RequestError:
     return RequestError(LORA_FIELD, f"adapter {adapter.name} cannot be read: {error!r}")
 
 
+def missing_adapters(parts: Sequence[SchedulerAdapters]) -> list[Adapter]:
+    """Return the adapters of waiting requests that are in no slot, the most urgent first; the schedulers take turns."""
+    turns = zip_longest(*(part.missing() for part in parts))
+    return list(dict.fromkeys(adapter for turn in turns for adapter in turn if adapter is not None))
+
+
+def adapter_loads(plan: StepPlan | ShardPlans) -> list[AdapterLoad]:
+    """Return the slots whose content changes before the step, or before the step of any shard."""
+    plans = [plan] if isinstance(plan, StepPlan) else plan
+    return [load for shard_plan in plans if shard_plan is not None for load in shard_plan.adapter_loads]
+
+
 class AdapterScheduler(Protocol):
     """A scheduler of requests with adapters: of one copy of the model, or of several that share the slots."""
 
-    def fail_adapter(self, adapter: Adapter, error: RequestError) -> list[EngineOutput]:
-        """End the waiting requests of an adapter that cannot be read. Returns their outputs."""
-        ...
-
-    def missing_adapters(self) -> list[Adapter]:
-        """Return the adapters of waiting requests that are in no slot, the most urgent first."""
-        ...
-
-    def adapter_loads(self, plan: Any) -> Iterable[AdapterLoad]:
-        """Return the slots whose content changes before a step that was planned here."""
+    def fail(self, request_ids: Iterable[str], error: RequestError) -> list[EngineOutput]:
+        """End requests that cannot run on. Returns their outputs, which have the error."""
         ...
 
 
@@ -138,13 +144,18 @@ class AdapterLoader:
     """Brings the adapters of waiting requests to host memory, and those that a plan names to slots."""
 
     def __init__(
-        self, backend: LoraBackend, scheduler: AdapterScheduler, slots: AdapterSlots, store: AdapterStore
+        self,
+        backend: LoraBackend,
+        scheduler: AdapterScheduler,
+        parts: Sequence[SchedulerAdapters],
+        store: AdapterStore,
     ) -> None:
-        """`slots`: the scheduler's, and those of every scheduler that shares them."""
+        """`parts`: the scheduler's, or those of its shards, which share the slots; not empty."""
         self._backend = backend
         self._scheduler = scheduler
+        self._parts = parts
         self._store = store
-        self._slots = slots
+        self._slots = parts[0].slots
         self._slots.ready = store.loaded
         self._known: set[Adapter] = set()  # adapters that `load_now` read
 
@@ -156,8 +167,9 @@ class AdapterLoader:
         outputs: list[EngineOutput] = []
         if self._store.is_reading:
             for adapter, error in self._store.collect():
-                outputs += self._scheduler.fail_adapter(adapter, error)
-        if missing := self._scheduler.missing_adapters():
+                waiting = [request_id for part in self._parts for request_id in part.queue.of(adapter)]
+                outputs += self._scheduler.fail(waiting, error)
+        if missing := missing_adapters(self._parts):
             self._store.want(missing)
         return outputs
 
@@ -167,9 +179,9 @@ class AdapterLoader:
             self._store.load_now(adapter)
             self._known.add(adapter)
 
-    def fill_slots(self, plan: Any) -> None:
+    def fill_slots(self, plan: StepPlan | ShardPlans) -> None:
         """Hand the weights that a plan of the scheduler needs to the backend, before it executes the plan."""
-        for load in self._scheduler.adapter_loads(plan):
+        for load in adapter_loads(plan):
             self._backend.load_adapter(load.slot, self._store.take(load.adapter))
 
     def load(self, adapter: Adapter, done: Done) -> None:

@@ -12,9 +12,9 @@ practice; in bfloat16 a batch's rounding can decide near-ties. Greedy rows have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,15 @@ OUTPUT_TOKENS: Final = "output_token_ids"
 
 GREEDY_EPSILON: Final = 1e-5
 """Temperatures below this are greedy."""
+
+
+NO_HISTORY: Final[Mapping[str, Any]] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "bad_words": (),
+}
+"""The rules that read earlier tokens, without effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,50 +80,35 @@ class SamplingRules:
     @property
     def history_field(self) -> str:
         """The request's first field for which earlier tokens are read; see `reads_history`."""
-        if self.presence_penalty:
-            return "presence_penalty"
-        if self.frequency_penalty:
-            return "frequency_penalty"
-        return "repetition_penalty" if self.repetition_penalty != 1.0 else "bad_words"
-
-
-class LogitsProcessor(Protocol):
-    """Custom code that edits logits (--logits-processors). One object serves all requests, so it must be stateless.
-
-    The backend's warm-up calls it, too, with a dummy prompt. An exception fails the request. For vLLM's interface see
-    batch_logits.py.
-    """
-
-    def apply(
-        self,
-        logits: npt.NDArray[np.float32],
-        token_ids: Sequence[int],
-        num_prompt: int,
-        extra_args: Mapping[str, Any],
-    ) -> None:
-        """Edit the logits [V] of one sequence's next token in place; minus infinity excludes a token.
-
-        `token_ids`: every token so far, the first `num_prompt` of them prompt, where 2147483647 stands for an
-        embedding. `extra_args`: the request's.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOptions:
-    """Sampling options of an engine. `processors` run in order, before those of whole batches."""
-
-    logprobs_mode: LogprobsMode = "raw_logprobs"
-    processors: tuple[LogitsProcessor, ...] = ()
-    batch_processors: tuple[tuple[str, Callable[[], Any]], ...] = ()  # (name, what makes a BatchLogitsProcessor)
+        return next((name for name, neutral in NO_HISTORY.items() if getattr(self, name) != neutral), "bad_words")
 
     @property
-    def has_processors(self) -> bool:
-        """True if custom code edits logits."""
-        return bool(self.processors or self.batch_processors)
+    def penalties(self) -> tuple[float, float, float]:
+        """The repetition, frequency and presence penalty, in the order in which they are packed for a device."""
+        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
 
 
-USUAL: Final = SamplerOptions()
+# Rules that together have every kind of sampling parameters: backends warm up with them.
+
+FILTERED: Final = SamplingRules(temperature=1.0, top_k=5, top_p=0.9, min_p=0.05)
+
+PENALISED: Final = SamplingRules(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1)
+
+MOST_MEMORY: Final = SamplingRules(
+    temperature=1.0, top_k=5, top_p=0.9, repetition_penalty=1.1, allowed_token_ids=(0, 1), logprobs=5, prompt_logprobs=5
+)
+"""The sampling parameters that take the most memory."""
+
+EVERY_KIND: Final = (
+    SamplingRules(),
+    SamplingRules(temperature=1.0),
+    FILTERED,
+    PENALISED,
+    SamplingRules(logit_bias=((0, 1.0),), bad_words=((1,), (0, 1)), min_tokens=99, stop_ids=(1,)),
+    SamplingRules(allowed_token_ids=(0, 1)),
+    *(SamplingRules(logprobs=best, prompt_logprobs=best) for best in (0, 1, 5, -1)),
+)
+"""Every kind of sampling parameters; the first are greedy."""
 
 
 U32 = npt.NDArray[np.uint32]

@@ -312,7 +312,7 @@ def penalties(rows: Sequence[SampledRow], seqs: int) -> Int32:
     for column, sampled in enumerate(rows):
         rules = sampled.state.rules
         packed[:4, column] = sampled.index, sampled.row, len(sampled.state.prompt), sampled.known
-        real[4:7, column] = rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty
+        real[4:7, column] = rules.penalties
     packed[7, 0] = len(rows)
     return packed
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import heapq
 from array import array
+from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -195,6 +196,26 @@ class Request:
         return self.prompt[start:split].tobytes() + generated
 
 
+def rank_of(request: Request) -> tuple[float, ...]:
+    """Return the request's position in the queue, smaller first: a key to sort by."""
+    return request.rank
+
+
+class SharedPrompts:
+    """Prompts as arrays: the sequences of one request, which are added one after the other, share theirs."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._array: Int32 = np.zeros(0, np.int32)
+
+    def array_of(self, request: EngineRequest) -> Int32:
+        """Return the prompt's token ids, int32 [n]: the last array if the request has the list that it was made of."""
+        if self._ids is not request.prompt_token_ids:
+            self._ids = request.prompt_token_ids
+            self._array = np.array(request.prompt_token_ids, np.int32)
+        return self._array
+
+
 def _embed_rows(values: bytes, prompt: Int32) -> UInt8:
     return np.frombuffer(values, np.uint8).reshape(np.count_nonzero(prompt == EMBEDDED), -1)
 
@@ -205,6 +226,8 @@ class SchedulerPart(Protocol[StateT]):
     The scheduler calls a part at the places of a step where it matters, and reports the life of each request that
     the part concerns: it is added, started and stopped any number of times, and finished.
     """
+
+    needs: ClassVar[str | None] = None  # field that a request must have for the part to concern it; None: none
 
     def added(self, request: Request) -> None:
         """The request waits for a row."""
@@ -388,6 +411,25 @@ class RunningBatch:
         self.num_embedded = 0  # rows whose prompts have embeddings
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._epochs = 0
+        self._by_rank: list[Request] = []
+        self._has_released = False  # a request in `_by_rank` has lost its row
+        self._order: Int32 | None = None  # rows by rank; None: to be rebuilt
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests that have rows, by rank."""
+        if self._has_released:
+            self._by_rank = [request for request in self._by_rank if request.row != NO_ROW]
+            self._has_released = False
+        return self._by_rank
+
+    @property
+    def order(self) -> Int32:
+        """The rows of the running requests by rank, int32 [n]."""
+        if self._order is None:
+            running = self.running
+            self._order = np.fromiter((request.row for request in running), np.int32, len(running))
+        return self._order
 
     @property
     def num_free(self) -> int:
@@ -400,6 +442,8 @@ class RunningBatch:
 
     def assign(self, request: Request, computed: int) -> None:
         """Give `request` the row that `next_free` named; `computed` of its tokens are in the KV cache already."""
+        insort(self.running, request, key=rank_of)
+        self._order = None
         row = request.row = self._free.pop()
         self._epochs += 1
         self.epoch[row] = self._epochs
@@ -419,6 +463,8 @@ class RunningBatch:
         """Free the request's row."""
         row = request.row
         request.row = NO_ROW
+        self._has_released = True
+        self._order = None
         self.epoch[row] = 0
         self.request[row] = None
         self.num_embedded -= request.embeds is not None
@@ -441,12 +487,13 @@ class RunningBatch:
         return BatchState(rows, list(self._free), self._epochs)
 
     def restore(self, state: BatchState, running: Iterable[Request]) -> None:
-        """Replace the state of a new batch. `running`: the requests that have rows."""
+        """Replace the state of a new batch. `running`: the requests that have rows, by rank."""
+        self._by_rank = list(running)
         for name, values in state.rows.items():
             getattr(self, name)[:] = values
         self._free = list(state.free_rows)
         self._epochs = state.epochs
-        for request in running:
+        for request in self._by_rank:
             self.request[request.row] = request
             self.masked[request.row] = request.mask_state is not None
             self.num_embedded += request.embeds is not None

@@ -5,17 +5,19 @@ token budget. Chunked prefill, prefix hits, preemption by recomputation and plan
 A step may also compute drafts, guesses of a sequence's next tokens, of which its result has those that were right.
 
     schedule:
+        token masks: compute late ones for a while; sequences whose mask stays late miss the step
         fairness: preempt a sequence if it keeps another key or request from running at all
         drafts: propose the next tokens of running sequences
         budget = one token for each running sequence that wants one, chunks of prompts while tokens last
         allocate blocks for all of it; where blocks lack, preempt the newest sequence and split the budget again
         enter recurrent states and pages that the step replaces or fills into the prefix cache
-        unless a sequence was preempted: while tokens, rows and blocks last, start the next waiting request
+        unless blocks lacked: while tokens, rows and blocks last, start the next waiting request
         return the plan: rows, token ids, positions, block tables, which sequences sample
     update:
-        drop the tokens of sequences that have lost their row since the step was planned
-        drafts: keep those that were right; token masks: advance by the tokens, compute those of the next ones
-        append the tokens; finish requests at a stop token, at their length, or with an error
+        drafts: keep those that were right; rows: the tokens are known now, unless the sequence has lost its row
+        token masks: advance by the tokens, compute those of the next ones, or leave them for the next step
+        append the tokens; enter the pages that they fill into the prefix cache
+        finish requests at a stop token, at their length, or with an error
 
 Fairness, LoRA adapters, token masks and drafts are parts with a state of their own (`SchedulerPart`): a request knows
 those that it concerns, and a scheduler without drafts or adapters has no such part.
@@ -27,7 +29,6 @@ few numpy operations on a RunningBatch; Python loops only over requests that sta
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ import numpy as np
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.manager import KvManager, KvState, RunningBlocks
 from pagoda.common.engine.kv_cache.spec import per_pool
-from pagoda.common.engine.lora.adapter import LORA_FIELD, Adapter, AdapterLoad
+from pagoda.common.engine.lora.adapter import LORA_FIELD
 from pagoda.common.engine.lora.slots import AdapterSlots, AdaptersState, SchedulerAdapters
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, PositionLogprobs, StepOutputs
 from pagoda.common.engine.scheduling.fair_queue import FairQueue, FairState
@@ -51,14 +52,15 @@ from pagoda.common.engine.scheduling.request import (
     RequestStatus,
     RunningBatch,
     SchedulerPart,
+    SharedPrompts,
     StateT,
     WaitingQueue,
     queue_rank,
+    rank_of,
     waiting_queue,
 )
-from pagoda.common.engine.speculative.device import DeviceDrafts
 from pagoda.common.engine.speculative.proposer import DraftPlanner
-from pagoda.common.engine.speculative.step_drafts import DraftsState, StepDrafts
+from pagoda.common.engine.speculative.step_drafts import DraftsState, step_drafts
 from pagoda.common.engine.steps.contract import Bool, Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from pagoda.common.engine.structured_output.grammar import GRAMMAR_FIELD, refused
 from pagoda.common.engine.structured_output.step_masks import MasksState, StepMasks, end_at, masked_sequences
@@ -127,17 +129,15 @@ class Scheduler:
         self.settings = settings or {}
         self.kv = kv
         self._clock = clock
-        self.running: list[Request] = []  # running requests by rank; the last is preempted first
         self.in_flight: deque[InFlightStep] = deque()  # planned steps without a result, the oldest first
-        self._requests: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}  # the unfinished ones, running or waiting
         self._batch = RunningBatch(limits.max_num_seqs, limits.max_drafts)
         self._blocks = RunningBlocks(kv, self._batch)
-        self._order: Int32 | None = None  # rows of `running`; None: to be rebuilt
         self._prefills = False  # the newest step computes prompt tokens
-        self._last_prompt: tuple[list[int], Int32] = [], np.zeros(0, np.int32)
+        self._prompts = SharedPrompts()
         self._counts = SchedulerCounts()
-        self._masks = StepMasks(clock)
-        self._drafts = self._make_drafts(drafter)
+        self.masks = StepMasks(clock)
+        self._drafts = step_drafts(drafter, limits, self._batch, self._blocks)
         self._fair = FairQueue() if limits.policy == "fcfs" and not limits.max_loras else None
         self.waiting: WaitingQueue = waiting_queue(limits.policy) if self._fair is None else self._fair
         self.adapters: SchedulerAdapters | None = None
@@ -145,21 +145,14 @@ class Scheduler:
             slots = AdapterSlots(limits.max_loras, ready=())
             self.adapters = SchedulerAdapters(slots, self._batch, lambda: waiting_queue(limits.policy))
             self.waiting = self.adapters.queue
+        parts: tuple[SchedulerPart[Any] | None, ...] = (self._fair, self.adapters, self.masks, self._drafts)
+        self._parts = tuple(part for part in parts if part is not None)
 
-    def _make_drafts(self, drafter: DraftPlanner | None) -> StepDrafts | None:
-        """Return the part that plans drafts; None without speculative decoding."""
-        limits = self.limits
-        if limits.device_drafts and drafter is None:
-            drafter = DeviceDrafts()
-        if drafter is None or not limits.max_drafts:
-            return None
-        return StepDrafts(drafter, limits, self._batch, self._blocks)
-
-    # --- adding and aborting requests ---
+    # --- adding and ending requests ---
 
     def add(self, request: EngineRequest, mask_state: TokenMaskState | None = None) -> None:
         """Queue a request. Raises RequestError naming the field if it can never run."""
-        if request.request_id in self._requests:
+        if request.request_id in self.requests:
             raise RequestError("request_id", f"request {request.request_id} is already in the engine")
         check_request(request, self.limits, self.kv, has_adapters=self.adapters is not None)
         num_prompt = len(request.prompt_token_ids)
@@ -167,72 +160,40 @@ class Scheduler:
         limit = min(num_prompt + request.max_tokens, self.limits.max_model_len, self.kv.max_tokens + 1)
         self._counts.added += 1
         rank = queue_rank(request, self.limits.policy, self._counts.added)
-        queued = Request.of(request, limit=limit, rank=rank, mask_state=mask_state, prompt=self._prompt_of(request))
-        queued.parts = self._parts_of(queued)
-        self._requests[queued.request_id] = queued
+        prompt = self._prompts.array_of(request)
+        queued = Request.of(request, limit=limit, rank=rank, mask_state=mask_state, prompt=prompt)
+        queued.parts = _parts_of(queued, self._parts)
+        self.requests[queued.request_id] = queued
         for part in queued.parts:
             part.added(queued)
         self.waiting.push(queued)
 
-    def _parts_of(self, request: Request) -> tuple[SchedulerPart[Any], ...]:
-        """Return the parts that a request concerns."""
-        parts: list[SchedulerPart[Any]] = []
-        if self._fair is not None:
-            parts.append(self._fair)
-        if self.adapters is not None and request.adapter is not None:
-            parts.append(self.adapters)
-        if request.mask_state is not None:
-            parts.append(self._masks)
-        if self._drafts is not None:
-            parts.append(self._drafts)
-        return tuple(parts)
-
-    def _prompt_of(self, request: EngineRequest) -> Int32:
-        """Return the prompt as an array, which the sequences of one request share."""
-        if self._last_prompt[0] is not request.prompt_token_ids:
-            self._last_prompt = request.prompt_token_ids, np.array(request.prompt_token_ids, np.int32)
-        return self._last_prompt[1]
-
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests; unknown ids are skipped. Results of steps in flight are discarded for them."""
         for request_id in request_ids:
-            request = self._requests.get(request_id)
+            request = self.requests.get(request_id)
             if request is not None:
                 self._finish(request, RequestStatus.FINISHED_ABORTED)
-        self._drop_finished()
 
-    def fail_adapter(self, adapter: Adapter, error: RequestError) -> list[EngineOutput]:
-        """End the waiting requests of an adapter that cannot be read. Returns their outputs."""
-        if self.adapters is None:
-            return []
+    def fail(self, request_ids: Iterable[str], error: RequestError) -> list[EngineOutput]:
+        """End requests that cannot run on; unknown ids are skipped. Returns their outputs, which have the error."""
         outputs = []
-        for request_id in self.adapters.queue.of(adapter):
-            self._finish(self._requests[request_id], RequestStatus.FINISHED_ERROR)
-            outputs.append(failed_output(request_id, error))
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._finish(request, RequestStatus.FINISHED_ERROR)
+                outputs.append(failed_output(request_id, error))
         return outputs
 
-    def missing_adapters(self) -> list[Adapter]:
-        """Return the adapters of waiting requests that are in no slot, the most urgent first."""
-        return [] if self.adapters is None else self.adapters.missing()
-
-    @staticmethod
-    def adapter_loads(plan: StepPlan) -> tuple[AdapterLoad, ...]:
-        """Return the slots whose content changes before the step."""
-        return plan.adapter_loads
-
-    def request(self, request_id: str) -> Request:
-        """Return an unfinished request. Raises KeyError for any other."""
-        return self._requests[request_id]
-
     @property
-    def unfinished(self) -> list[Request]:
-        """Requests running or waiting."""
-        return list(self._requests.values())
+    def running(self) -> list[Request]:
+        """Running requests by rank; the last is preempted first."""
+        return self._batch.running
 
     @property
     def num_unfinished(self) -> int:
         """Number of requests running or waiting."""
-        return len(self._requests)
+        return len(self.requests)
 
     def stats(self, last_step_tokens: int = 0) -> EngineStats:
         """Return a snapshot of the counters."""
@@ -240,7 +201,7 @@ class Scheduler:
         running, waiting = ((), ()) if self.adapters is None else self.adapters.names()
         counts = self._counts
         return EngineStats(
-            running=len(self.running),
+            running=len(self._batch.running),
             waiting=len(self.waiting),
             kv_blocks_used=used,
             kv_blocks_total=total,
@@ -258,11 +219,6 @@ class Scheduler:
     # --- planning ---
 
     @property
-    def num_withheld(self) -> int:
-        """How many requests may have to miss the next step because their token masks take long."""
-        return self._masks.num_withheld if self._masks.num_requests else 0
-
-    @property
     def awaits_drafts(self) -> bool:
         """True while no step is planned because the proposer waits for what becomes of the drafts in flight."""
         if self._drafts is None or self._drafts.plans_ahead or not self.in_flight:
@@ -273,7 +229,7 @@ class Scheduler:
         """Return the next step; None when nothing can be computed before a result or a request arrives."""
         if self._drafts is not None and self.awaits_drafts:
             return None
-        masks = self._masks
+        masks = self.masks
         if masks.num_requests and masks.has_late:
             masks.catch_up()
             while (plan := self._schedule()) is None and masks.has_late and not self.in_flight:
@@ -303,42 +259,26 @@ class Scheduler:
         """Return what running requests compute, with blocks allocated for all of it; preempts where blocks lack."""
         batch = self._batch
         drafts = self._drafts
-        if drafts is not None and not drafts.propose(self._running_rows(), self._masks.slow_rows):
+        if drafts is not None and not drafts.propose(_rows_to_run(batch, self.masks), self.masks.slow_rows):
             drafts = None
         while True:
-            rows = self._running_rows()
+            rows = _rows_to_run(batch, self.masks)
             reserved = 0 if drafts is None else int(batch.num_drafts[rows].sum())
             budget = split_budget(batch, rows, self.limits, self.kv.snapshot_tokens, reserved)
-            end = batch.computed[budget.rows] + budget.tokens
-            short = np.flatnonzero(end > batch.capacity[budget.rows])
-            if all(self._ensure_blocks(int(budget.rows[i]), int(end[i])) for i in short):
+            if self._blocks.allocate_all(budget.rows, batch.computed[budget.rows] + budget.tokens):
                 break
+            newest = self.running[-1]
+            if len(self.running) == 1:
+                raise RuntimeError(f"no free KV block for request {newest.request_id}, the only one running")
+            self._preempt(newest)
         if drafts is None or (allocated := drafts.allocate(budget.rows, budget.tokens)) is None:
             return budget
         return decode_first(budget.rows, budget.tokens + allocated, allocated)
-
-    def _running_rows(self) -> Int32:
-        if self._order is None:
-            self._order = np.fromiter((request.row for request in self.running), np.int32, len(self.running))
-        if not self._masks.num_requests or not self._masks.num_withheld:
-            return self._order
-        return self._masks.rows_to_run(self.running, self._batch.inflight)
-
-    def _ensure_blocks(self, row: int, num_tokens: int) -> bool:
-        """Allocate blocks for `num_tokens` tokens of a row. False after a preemption: split again."""
-        if self._blocks.allocate(row, num_tokens):
-            return True
-        if len(self.running) == 1:
-            request = self._batch.request_at(row)
-            raise RuntimeError(f"no free KV block for request {request.request_id}, the only one running")
-        self._preempt(self.running[-1])
-        return False
 
     def _preempt(self, victim: Request) -> None:
         """Free a request's row and blocks and move it to the head of the queue."""
         self._counts.preemptions += 1
         self._free_row(victim)
-        self.running.remove(victim)
         victim.resumes_at = self._counts.steps
         victim.num_preemptions += 1
         victim.has_token_only = False
@@ -408,8 +348,6 @@ class Scheduler:
         if request.prompt_logprobs:
             request.prompt_logprobs.clear()
         request.status = RUNNING
-        insort(self.running, request, key=_rank)
-        self._order = None
         return count
 
     def _plan(self, budget: TokenBudget, starts: list[RowStart]) -> StepPlan:
@@ -424,7 +362,7 @@ class Scheduler:
         np.cumsum(counts, out=query_start[1:])
         guesses = None
         if self._drafts is not None and self.limits.device_drafts:
-            guesses = self._drafts.allocate_guesses(rows, end, samples, self._masks.slow_rows)
+            guesses = self._drafts.allocate_guesses(rows, end, samples, self.masks.slow_rows)
         plan = StepPlan(
             step=self._counts.steps,
             starts=tuple(starts),
@@ -437,7 +375,7 @@ class Scheduler:
             state_copies=self.kv.take_copies() if self.kv.snapshot_tokens else (),
             num_drafts=drafts,
             num_guesses=guesses,
-            masked=masked_sequences(batch, rows, samples, drafts) if self._masks.num_requests else None,
+            masked=masked_sequences(batch, rows, samples, drafts) if self.masks.num_requests else None,
             embeds=batch.embeds(rows, counts) if batch.num_embedded else None,
             adapter_slots=None if self.adapters is None else self.adapters.slots_of(rows),
             adapter_loads=() if self.adapters is None else self.adapters.slots.take_loads(),
@@ -460,7 +398,7 @@ class Scheduler:
         step = self.in_flight[0]
         if step.plan is not plan:
             raise RuntimeError(f"the token masks of step {plan.step} depend on the result of step {step.plan.step}")
-        masks, late = self._masks.of_step(step.requests, plan, masked=plan.masked, guesses=self._batch.guesses)
+        masks, late = self.masks.of_step(step.requests, plan, masked=plan.masked, guesses=self._batch.guesses)
         for index in late:
             self._run_again(step.requests[index])
         return masks
@@ -479,9 +417,12 @@ class Scheduler:
         if step.plan is not plan or result.step != plan.step:
             raise RuntimeError(f"got the result of step {result.step}, expected step {step.plan.step}")
         batch = self._batch
-        num_masked = self._masks.num_requests
+        num_masked = self.masks.num_requests
         self._counts.recompiles += result.recompiles
-        failures = self._fail_late() if num_masked else []
+        failures: list[EngineOutput] = []
+        if num_masked:
+            for request, why in self.masks.take_failed():
+                failures += self.fail([request.request_id], refused(why))
         live = plan.samples & (batch.epoch[plan.rows] == step.epochs)
         requests = step.requests
         sampled = result.token_ids
@@ -501,7 +442,7 @@ class Scheduler:
         ended_early: dict[int, RequestStatus] = {}
         late: list[int] = []
         if num_masked:
-            ended_early, late = self._masks.advance(requests, tokens, finish_status, drafts)
+            ended_early, late = self.masks.advance(requests, tokens, finish_status, drafts)
         if result.failed or result.refused:
             ended_early |= fail_requests(requests, result)
         outputs, ended = append_tokens(requests, tokens, result.logprobs, ended_early, drafts)
@@ -510,27 +451,17 @@ class Scheduler:
             self._blocks.register(request, request.num_known - 1)
         for request, status in ended:
             self._finish(request, status)
-        if ended or failures:
-            self._drop_finished()
         if late:
             for request in [requests[index] for index in late if not requests[index].is_finished]:
-                self._masks.add_late([request])
+                self.masks.add_late([request])
                 self._run_again(request)
         generated = len(outputs) if drafts is None else sum(len(output.new_token_ids) for output in outputs)
         return StepOutputs(outputs=failures + outputs, stats=self.stats(step.prompt_tokens + generated))
 
-    def _fail_late(self) -> list[EngineOutput]:
-        """End the requests whose grammar failed while a late mask was computed. `_drop_finished` must follow."""
-        outputs = []
-        for request, error in self._masks.take_failed():
-            self._finish(request, RequestStatus.FINISHED_ERROR)
-            outputs.append(failed_output(request.request_id, refused(error)))
-        return outputs
-
     # --- finishing ---
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        """Free a request's row and blocks, or remove it from the queue. `_drop_finished` must follow."""
+        """Free a request's row and blocks, or remove it from the queue."""
         if request.row == NO_ROW:
             self.waiting.remove(request.request_id)
         else:
@@ -539,7 +470,7 @@ class Scheduler:
         for part in request.parts:
             part.finished(request)
         request.embeds = None  # an incident's record may hold the request for some time
-        del self._requests[request.request_id]
+        del self.requests[request.request_id]
 
     def _free_row(self, request: Request) -> None:
         """Free blocks and row. Later steps may reuse both at once, because steps run in order."""
@@ -547,10 +478,6 @@ class Scheduler:
         for part in request.parts:
             part.stopped(request)
         self._batch.release(request)
-        self._order = None
-
-    def _drop_finished(self) -> None:
-        self.running = [request for request in self.running if request.status is RUNNING]
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless rows, requests and blocks add up."""
@@ -558,9 +485,9 @@ class Scheduler:
             pool.check_integrity()
         if self._batch.num_free + len(self.running) != self.limits.max_num_seqs:
             raise RuntimeError(f"{self._batch.num_free} rows are free with {len(self.running)} requests running")
-        if len(self.running) + len(self.waiting) != len(self._requests):
+        if len(self.running) + len(self.waiting) != len(self.requests):
             raise RuntimeError(
-                f"{len(self._requests)} requests, {len(self.running)} running, {len(self.waiting)} waiting"
+                f"{len(self.requests)} requests, {len(self.running)} running, {len(self.waiting)} waiting"
             )
         if self.adapters is not None:
             self.adapters.check_integrity(self.running)
@@ -573,7 +500,7 @@ class Scheduler:
     def state(self) -> SchedulerState:
         """Return the state; takes milliseconds. What changes in a request is not copied."""
         return SchedulerState(
-            requests=tuple(self._requests.values()),
+            requests=tuple(self.requests.values()),
             in_flight=tuple(self.in_flight),
             batch=self._batch.state(),
             kv=self.kv.state(),
@@ -581,28 +508,37 @@ class Scheduler:
             prefills=self._prefills,
             fairness=None if self._fair is None else self._fair.state(),
             adapters=None if self.adapters is None else self.adapters.state(),
-            masks=self._masks.state(),
+            masks=self.masks.state(),
             drafts=None if self._drafts is None else self._drafts.state(),
         )
 
     def restore(self, state: SchedulerState) -> None:
         """Replace the state of a new scheduler, whose requests are then those of `state`."""
-        requests = sorted(state.requests, key=_rank)
-        self.running = [request for request in requests if request.row != NO_ROW]
-        self._batch.restore(state.batch, self.running)
+        requests = sorted(state.requests, key=rank_of)
+        self._batch.restore(state.batch, [request for request in requests if request.row != NO_ROW])
         self.kv.restore(state.kv, self.running)
         self.in_flight.extend(state.in_flight)
         self._counts = replace(state.counts)
         self._prefills = state.prefills
         for request in requests:
-            request.parts = self._parts_of(request)
-            self._requests[request.request_id] = request
+            request.parts = _parts_of(request, self._parts)
+            self.requests[request.request_id] = request
             if request.row == NO_ROW:
                 self.waiting.push(request)
         _restore_part(self._fair, state.fairness, requests)
         _restore_part(self.adapters, state.adapters, requests)
-        _restore_part(self._masks, state.masks, requests)
+        _restore_part(self.masks, state.masks, requests)
         _restore_part(self._drafts, state.drafts, requests)
+
+
+def _parts_of(request: Request, parts: Sequence[SchedulerPart[Any]]) -> tuple[SchedulerPart[Any], ...]:
+    """Return the parts that a request concerns."""
+    return tuple(part for part in parts if part.needs is None or getattr(request, part.needs) is not None)
+
+
+def _rows_to_run(batch: RunningBatch, masks: StepMasks) -> Int32:
+    """Return the rows of running requests, by rank, without those that have to wait for a token mask."""
+    return masks.rows_to_run(batch) if masks.num_requests else batch.order
 
 
 def _restore_part(part: SchedulerPart[StateT] | None, state: StateT | None, requests: Sequence[Request]) -> None:
@@ -634,10 +570,6 @@ def check_request(request: EngineRequest, limits: Limits, kv: KvManager, *, has_
 def failed_output(request_id: str, error: RequestError) -> EngineOutput:
     """Return the only output of a request that cannot run."""
     return EngineOutput(request_id=request_id, new_token_ids=[], finish_reason="error", error=(error.field, str(error)))
-
-
-def _rank(request: Request) -> tuple[float, ...]:
-    return request.rank
 
 
 # The token budget of a step.

@@ -111,3 +111,15 @@ class StepDrafts(SchedulerPart[DraftsState]):
         self._planner.restore(state.planner)
         self._batch.drafts[:] = state.drafts
         self._batch.guesses[:] = state.guesses
+
+
+def step_drafts(
+    planner: DraftPlanner | None, limits: Limits, batch: RunningBatch, blocks: RunningBlocks
+) -> StepDrafts | None:
+    """Return the part that plans a scheduler's drafts; None without speculative decoding.
+
+    `planner` None: the drafts that the device makes, if `limits` say so.
+    """
+    if limits.device_drafts and planner is None:
+        planner = DeviceDrafts()
+    return None if planner is None or not limits.max_drafts else StepDrafts(planner, limits, batch, blocks)

@@ -160,3 +160,10 @@ class StepResult:
     guesses: Int32 | None = None  # [S, most guesses] of a plan with `num_guesses`, then -1
     # Why there is no memory for the earlier tokens that a sequence's rules read (`SamplingRules.history_field`).
     refused: Mapping[int, str] = field(default_factory=dict)
+
+
+ShardPlans = tuple[StepPlan | None, ...]
+"""A step of several copies of the model; None for those that compute nothing."""
+
+ShardResults = tuple[StepResult | None, ...]
+"""The results of such a step, in the same order."""

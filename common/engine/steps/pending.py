@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.engine.sampling.state import RowTable, prompt_targets
-from pagoda.common.engine.steps.contract import Int32, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from pagoda.common.engine.steps.contract import Int32, ShardResults, StepPlan, StepResult, TokenLogprobs, TokenMasks
 
 ValueT = TypeVar("ValueT")
 FetchLogprobs = Callable[[], TokenLogprobs]
@@ -185,6 +185,6 @@ class PendingShardSteps:
             if step is not None:
                 step.tokens = tokens[shard]
 
-    def result(self) -> tuple[StepResult | None, ...]:
+    def result(self) -> ShardResults:
         """Wait for the step. Raises as PendingStep does."""
         return tuple(None if step is None else step.result() for step in self.steps)

@@ -48,6 +48,8 @@ class MasksState:
 class StepMasks(SchedulerPart[MasksState]):
     """Computes the masks of one scheduler's requests. `clock`: seconds; `memory`: what the process uses."""
 
+    needs = "mask_state"
+
     def __init__(self, clock: Clock, memory: ResidentMemory | None = None) -> None:
         self.num_requests = 0  # unfinished requests with token masks
         self._clock = clock
@@ -63,7 +65,7 @@ class StepMasks(SchedulerPart[MasksState]):
 
     @property
     def num_withheld(self) -> int:
-        """How many requests may have to miss the next step."""
+        """How many requests may have to miss the next step because their masks take long."""
         return len(self._late.keys() | self.slow.keys())
 
     def take_failed(self) -> list[tuple[Request, str]]:
@@ -91,12 +93,12 @@ class StepMasks(SchedulerPart[MasksState]):
         self._late = {name: by_id[name] for name in state.late if name in by_id}
         self.slow = {name: by_id[name] for name in state.slow if name in by_id}
 
-    def rows_to_run(self, running: Sequence[Request], inflight: Int32) -> Int32:
-        """Return the rows of the `running` requests that may be in the next step.
-
-        `inflight` [rows]: unknown tokens of each row.
-        """
-        rows = [request.row for request in running if not self.withholds(request, int(inflight[request.row]))]
+    def rows_to_run(self, batch: RunningBatch) -> Int32:
+        """Return the rows, int32 [n], of the running requests that may be in the next step, by rank."""
+        if not (self._late or self.slow):
+            return batch.order
+        inflight = batch.inflight
+        rows = [request.row for request in batch.running if not self.withholds(request, int(inflight[request.row]))]
         return np.array(rows, np.int32)
 
     @property

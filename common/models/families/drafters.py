@@ -39,11 +39,11 @@ class DrafterFamily:
 
     drafter: DrafterSpec
     rules: tuple[Rule, ...]
-    ignored: tuple[str, ...] = ()  # patterns of tensors to drop if unmatched
-    renames: tuple[tuple[str, str], ...] = ()  # prefixes of names, and what the rules know them as
-    only: str = ""  # prefix of the drafter's tensors among those of the model
-    most: int | None = None  # guesses at most; None: any number
-    unread: tuple[str, ...] = ()  # patterns of the model's tensors for further layers that would guess
+    ignored: tuple[str, ...] = ()  # Patterns of tensors that are dropped if no rule matches them.
+    renames: tuple[tuple[str, str], ...] = ()  # Prefixes of names, and what the rules call them.
+    only: str = ""  # Prefix of the drafter's tensors among those of the model.
+    most: int | None = None  # Maximum number of guesses; None: any number.
+    unread: tuple[str, ...] = ()  # Patterns of the model's tensors of further drafting layers, which are not read.
 
     def own_tensors(self, tensors: Iterable[tuple[str, ValueT]]) -> Iterator[tuple[str, ValueT]]:
         """Yield the drafter's tensors under the names that the rules know."""
@@ -53,9 +53,9 @@ class DrafterFamily:
 
     def known_name(self, name: str) -> str:
         """Return the name that the rules know a tensor by."""
-        for prefix, known in self.renames:
+        for prefix, rule_prefix in self.renames:
             if name.startswith(prefix):
-                return known + name.removeprefix(prefix)
+                return rule_prefix + name.removeprefix(prefix)
         return name
 
 
@@ -114,8 +114,8 @@ class SpeculatorsConfig:
     """What a config.json in the format states."""
 
     method: str
-    config: Mapping[str, Any]  # as a drafter of that method has it
-    num_tokens: int | None  # drafts per step that it was made for
+    config: Mapping[str, Any]  # The configuration that a drafter of that method has.
+    num_tokens: int | None  # Number of drafts per step that it was made for.
 
 
 def read_speculators(config: Mapping[str, Any]) -> SpeculatorsConfig | None:
@@ -157,7 +157,7 @@ _JOINED_RULES: Final[tuple[Rule, ...]] = (
 
 def eagle(config: HfConfig, names: Collection[str], target: ModelSpec) -> DrafterFamily:
     """Return EAGLE's drafter: the first layer has no norm before its attention, and the head reads no final norm."""
-    config.opt("bias", bool, True)  # of fc; as the checkpoint has it
+    config.opt("bias", bool, True)  # This is the bias of fc, which the checkpoint has or lacks.
     config.set("tie_word_embeddings", False)
     config.default("vocab_size", target.vocab)
     normed = config.opt("add_para_norm", bool, False)

@@ -219,7 +219,7 @@ def _gte(config: HfConfig) -> ModelSpec:
 
 def _jina(config: HfConfig) -> ModelSpec:
     config.ignore("classifier_dropout", "tie_word_embeddings")
-    config.alias("rope_theta", "rotary_emb_base")  # keys of the first files, here and below
+    config.alias("rope_theta", "rotary_emb_base")  # Here and below, the second key is that of the first files.
     config.expect("position_embedding_type", "rotary")
     config.expect("use_reg_tokens", False)
     config.ignore("load_trained_adapters", "task_instructions", "truncate_dim", "emb_pooler", *_JINA_LORA)
@@ -304,19 +304,23 @@ def _rotary_rope(config: HfConfig, theta: float) -> Rope:
 
 def _rotary_model(config: HfConfig, rope: Rope, ffn: Mlp, *, bias: bool) -> ModelSpec:
     """`bias`: of the attention's projections."""
-    width = config.size("hidden_size")
     heads = config.size("num_attention_heads")
     norm = Norm(config.opt("layer_norm_eps", float, 1e-12), kind="layer", bias=True)
     attention = Attention(heads, heads, rope.dim, rope.dim**-0.5, rope, qkv_bias=bias, out_bias=bias, causal=False)
-    layer = Layer((attention,), ffn, Norms(after_mixer=norm, after_ffn=norm), norm_after_add=True)
+    return _post_norm_model(config, attention, ffn, norm, token_types=config.opt("type_vocab_size", int, 0))
+
+
+def _post_norm_model(config: HfConfig, mixer: Attention, ffn: Mlp, norm: Norm, *, token_types: int) -> ModelSpec:
+    """Return an encoder of equal layers, each of whose sums is normalised, and whose embeddings have no positions."""
+    layer = Layer((mixer,), ffn, Norms(after_mixer=norm, after_ffn=norm), norm_after_add=True)
     return ModelSpec(
         vocab=config.size("vocab_size"),
-        width=width,
+        width=config.size("hidden_size"),
         layers=(layer,) * config.size("num_hidden_layers"),
         final_norm=None,
         tied=True,
         max_positions=config.size("max_position_embeddings"),
-        embedding=Embedding(token_types=config.opt("type_vocab_size", int, 0), norm=norm),
+        embedding=Embedding(token_types=token_types, norm=norm),
     )
 
 
@@ -394,7 +398,7 @@ NOMIC = _rotary_family(
         Rename(f"{_NOMIC_MLP}.experts.bias", f"{_NOMIC_MOE}.shared.down_bias"),
         Zeros(f"{_NOMIC_MOE}.shared.up"),
         Zeros(f"{_NOMIC_MOE}.shared.down"),
-        Zeros(f"{_NOMIC_MOE}.shared.down_bias"),  # left out of GGUF files
+        Zeros(f"{_NOMIC_MOE}.shared.down_bias"),  # GGUF files leave this tensor out.
     ),
     "nomic_bert",
 )
@@ -426,22 +430,12 @@ def _jina_bert(config: HfConfig) -> ModelSpec:
     config.expect("position_embedding_type", "alibi")
     config.expect("feed_forward_type", "geglu", "reglu")
     config.ignore("classifier_dropout", "tie_word_embeddings", "model_max_length", "hidden_act")
-    width = config.size("hidden_size")
     norm = Norm(config.opt("layer_norm_eps", float, 1e-12), kind="layer", bias=True)
-    plain = attention(config, width)
+    plain = attention(config, config.size("hidden_size"))
     activation: Activation = "relu" if config.need("feed_forward_type", str) == "reglu" else "gelu"
     ffn = Mlp(config.size("intermediate_size"), activation, gated=True, down_bias=True)
     mixer = replace(plain, alibi_slopes=alibi_slopes(plain.heads))
-    layer = Layer((mixer,), ffn, Norms(after_mixer=norm, after_ffn=norm), norm_after_add=True)
-    return ModelSpec(
-        vocab=config.size("vocab_size"),
-        width=width,
-        layers=(layer,) * config.size("num_hidden_layers"),
-        final_norm=None,
-        tied=True,
-        max_positions=config.size("max_position_embeddings"),
-        embedding=Embedding(token_types=config.opt_size("type_vocab_size", 2), norm=norm),
-    )
+    return _post_norm_model(config, mixer, ffn, norm, token_types=config.opt_size("type_vocab_size", 2))
 
 
 def _jina_pooler(config: HfConfig, use: PoolUse) -> Pooler:
@@ -486,7 +480,7 @@ def _modernbert(config: HfConfig) -> ModelSpec:
     every = config.opt_size("global_attn_every_n_layers", 3)
     pattern = ["sliding_attention" if layer % every else "full_attention" for layer in range(layers)]
     mixers = _modernbert_mixers(config, config.layer_types(layers, pattern))
-    first = Norms(before_ffn=norm)  # the embedding has a norm
+    first = Norms(before_ffn=norm)  # The first layer has no norm before its mixer, as the embedding has one.
     others = Norms(before_mixer=norm, before_ffn=norm)
     return ModelSpec(
         vocab=config.size("vocab_size"),
@@ -523,7 +517,7 @@ def _modernbert_mixers(config: HfConfig, kinds: tuple[str, ...]) -> list[Attenti
         out_bias=bias,
         causal=False,
     )
-    reach = config.opt_size("local_attention", 128) // 2  # tokens on each side
+    reach = config.opt_size("local_attention", 128) // 2  # Number of tokens on each side.
     local = replace(full, rope=ropes["sliding_attention"], window=reach + 1)
     return [local if kind == "sliding_attention" else full for kind in kinds]
 

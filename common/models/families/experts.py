@@ -75,9 +75,7 @@ def leading_dense(config: HfConfig, moe: Callable[[], Moe], default: int, *, bia
     layers = config.size("num_hidden_layers")
     first = config.opt("first_k_dense_replace", int, default)
     config.expect("moe_layer_freq", 1)
-    kinds = config.opt("mlp_layer_types", list, ["dense" if layer < first else "sparse" for layer in range(layers)])
-    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-        raise config.error("mlp_layer_types", f"is {kinds}; it must have {layers} entries, dense or sparse")
+    kinds = config.ffn_kinds(layers, ["dense" if layer < first else "sparse" for layer in range(layers)])
     dense = gated_mlp(config, bias=bias)
     if "sparse" not in kinds:
         config.ignore(*_ROUTED)

@@ -55,7 +55,7 @@ from pagoda.common.models.spec import (
 
 def _gemma(config: HfConfig) -> ModelSpec:
     config.expect("use_bidirectional_attention", False)
-    config.expect("hidden_act", "gelu", "gelu_pytorch_tanh")  # both mean the latter
+    config.expect("hidden_act", "gelu", "gelu_pytorch_tanh")  # Both values mean the latter.
     layers = config.size("num_hidden_layers")
     norm = rms_norm(config, 1e-6, unit_offset=True)
     config.default("head_dim", 256)
@@ -79,7 +79,7 @@ def _gemma2(config: HfConfig) -> ModelSpec:
     attention = _gemma_attention(config, head_dim, hf_config.rope(config, head_dim))
     attention = replace(attention, softcap=config.nullable("attn_logit_softcapping", float, 50.0))
     window = config.window(4096)
-    config.expect("sliding_window_size", window)  # an older name of the same key
+    config.expect("sliding_window_size", window)  # This is an older name of the same key.
     windowed = replace(attention, window=window)
     alternating = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
     kinds = config.layer_types(layers, alternating)
@@ -127,13 +127,13 @@ def _gemma3(config: HfConfig) -> ModelSpec:
     window = config.window(4096)
     if config.opt("use_bidirectional_attention", bool, False):
         attention = replace(attention, causal=False)
-        window = None if window is None else window // 2 + 1  # the config counts both sides
+        window = None if window is None else window // 2 + 1  # The config counts both sides.
     windowed = replace(attention, window=window, rope=ropes["sliding_attention"])
     every = config.opt_size("sliding_window_pattern", config.opt_size("_sliding_window_pattern", 6))
     pattern = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     kinds = config.layer_types(layers, pattern)
     mixers = [windowed if kind == "sliding_attention" else attention for kind in kinds]
-    # max_position_embeddings already includes the RoPE scaling of the full layers.
+    # The key max_position_embeddings already includes the RoPE scaling of the full layers.
     return replace(
         _gemma_model(config, mixers, final_softcap=None), max_positions=config.size("max_position_embeddings")
     )
@@ -154,7 +154,7 @@ def _gemma_attention(config: HfConfig, head_dim: int, rope: Rope) -> Attention:
 
 
 def _gemma_model(config: HfConfig, mixers: Iterable[Attention], *, final_softcap: float | None) -> ModelSpec:
-    config.ignore("hidden_act")  # superseded by hidden_activation
+    config.ignore("hidden_act")  # The key hidden_activation supersedes it.
     norm = rms_norm(config, 1e-6, unit_offset=True)
     ffn = Mlp(config.size("intermediate_size"), config.activation("hidden_activation", "gelu_pytorch_tanh"), gated=True)
     norms = Norms(norm, norm, norm, norm)

@@ -64,7 +64,8 @@ from pagoda.common.models.spec import Embedding, Layer, Mlp, ModelSpec, Norms
 
 def _gpt_bigcode(config: HfConfig) -> ModelSpec:
     config.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner", "max_batch_size")
-    config.ignore("pad_key_length", "pre_allocate_kv_cache", "validate_runner_input")  # of the first implementation
+    # Only the first implementation reads these keys.
+    config.ignore("pad_key_length", "pre_allocate_kv_cache", "validate_runner_input")
     config.default("activation_function", "gelu_pytorch_tanh")
     spec = _gpt2(config)
     layer = spec.layers[0]
@@ -80,11 +81,11 @@ def _gpt2(config: HfConfig) -> ModelSpec:
     for key, supported in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
-        ("n_special", 0),  # rows of the embedding beyond vocab_size
+        ("n_special", 0),  # The embedding has these rows beyond vocab_size.
         ("attention_bias", True),
     ):
         config.expect(key, supported)
-    config.ignore("predict_special_tokens")  # training only
+    config.ignore("predict_special_tokens")  # Only training reads this key.
     config.ignore("n_ctx", "reorder_and_upcast_attn", *(f"summary_{name}" for name in _GPT2_SUMMARY))
     norm = Norm(config.opt("layer_norm_epsilon", float, 1e-5), kind="layer", bias=True)
     ffn = Mlp(
@@ -125,7 +126,8 @@ def _gpt2_transposed(source: str, target: str) -> tuple[Rule, ...]:
     return Rename(f"{source}.weight", target, transpose=True), Rename(f"{source}.bias", f"{target}_bias")
 
 
-_GPT2_SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")  # of a classification head
+# These keys are of a classification head.
+_GPT2_SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
 _GPT2_QKV = ("layers.{l}.mixers.0.q", "layers.{l}.mixers.0.k", "layers.{l}.mixers.0.v")
 
 _GPT2_TABLES = (
@@ -304,7 +306,7 @@ def _gptj(config: HfConfig) -> ModelSpec:
     config.expect("rotary", True)
     config.expect("scale_attn_weights", True)
     config.ignore("n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels")
-    config.ignore("summary_type", "summary_use_proj")  # of a classification head
+    config.ignore("summary_type", "summary_use_proj")  # These keys are of a classification head.
     rope = Rope(10_000.0, config.opt_size("rotary_dim", width // heads), interleaved=True)
     if rope.dim % 2 or rope.dim > width // heads:
         raise config.error("rotary_dim", f"is {rope.dim}; it must be even and at most {width // heads}")
@@ -354,7 +356,7 @@ def _bloom(config: HfConfig) -> ModelSpec:
     config.alias("n_head", "num_attention_heads")
     config.expect("apply_residual_connection_post_layernorm", False)
     config.ignore("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi")
-    config.ignore("skip_bias_add", "skip_bias_add_qkv", "slow_but_exact")  # of the training code
+    config.ignore("skip_bias_add", "skip_bias_add_qkv", "slow_but_exact")  # Only the training code reads these keys.
     norm = layer_norm(config, "layer_norm_epsilon")
     width = config.size("hidden_size")
     heads = config.size("n_head")
@@ -454,7 +456,7 @@ def _falcon(config: HfConfig) -> ModelSpec:
     bias = config.opt("bias", bool, False)
     attention = rotary_attention(config, width)
     attention = replace(attention, kv_heads=_falcon_kv_heads(config, grouped), qkv_bias=bias, out_bias=bias)
-    if config.opt("alibi", bool, False):  # scaled like the scores
+    if config.opt("alibi", bool, False):  # ALiBi's slopes are scaled like the scores.
         slopes = tuple(slope * attention.scale for slope in alibi_slopes(attention.heads))
         attention = replace(attention, rope=None, alibi_slopes=slopes)
     activation = config.activation("activation", "gelu")
@@ -509,7 +511,7 @@ def _starcoder2(config: HfConfig) -> ModelSpec:
     config.expect("norm_type", "layer_norm")
     config.expect("mlp_type", "default")
     config.expect("scale_attn_weights", True)
-    config.ignore("activation_function", "layer_norm_epsilon")  # superseded by hidden_act and norm_epsilon
+    config.ignore("activation_function", "layer_norm_epsilon")  # The keys hidden_act and norm_epsilon supersede these.
     config.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
     bias = config.opt("use_bias", bool, True)
     attention = rotary_attention(config, config.size("hidden_size"))

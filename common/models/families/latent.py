@@ -75,7 +75,7 @@ def _deepseek(config: HfConfig) -> ModelSpec:
 def deepseek_v3(config: HfConfig, default_dense: int = 3, eps: float = 1e-6) -> ModelSpec:
     """Return DeepSeek-V3's spec. `default_dense`, `eps`: the family's default leading layers and norm eps."""
     interleaved = config.opt("rope_interleave", bool, True)
-    config.ignore("num_nextn_predict_layers")  # they only propose drafts
+    config.ignore("num_nextn_predict_layers")  # These layers only propose drafts.
     return _model(config, latent_attention(config, interleaved), sigmoid_ffns(config, default_dense), eps=eps)
 
 
@@ -185,7 +185,7 @@ INDEXER_RULES = (
 
 DEEPSEEK = Family(_deepseek, (*EMBED_RULES, *ATTENTION_RULES, *MLP_RULES, *MOE_RULES, *PRE_NORM_RULES))
 DEEPSEEK_V2 = Family(_deepseek_v2, DEEPSEEK_RULES)
-# layers.61: layers after V3's last one, which only propose drafts
+# The layers after V3's last one, from layers.61 on, only propose drafts.
 _IGNORED = ("*.rotary_emb.inv_freq", "lm_head.weight", "model.layers.61.*")
 
 DEEPSEEK_V3 = Family(deepseek_v3, DEEPSEEK_RULES, ignored=_IGNORED)
@@ -274,7 +274,8 @@ SARVAM_MLA = Family(_sarvam, DEEPSEEK_RULES)
 PANGU_ULTRA = Family(
     _pangu_ultra,
     (
-        Rename("[model.]layers.{l}.post_attention_layernorm.weight", "layers.{l}.norms.after_mixer"),  # if there is one
+        # The norm exists only in some checkpoints.
+        Rename("[model.]layers.{l}.post_attention_layernorm.weight", "layers.{l}.norms.after_mixer"),
         Rename("[model.]layers.{l}.pre_mlp_layernorm.weight", "layers.{l}.norms.before_ffn"),
         Rename("[model.]layers.{l}.post_mlp_layernorm.weight", "layers.{l}.norms.after_ffn"),
         *DEEPSEEK_RULES,
@@ -314,7 +315,7 @@ def _mistral_attention(config: HfConfig) -> LatentAttention:
     rope = dict(config.opt("rope_parameters", dict, config.opt("rope_scaling", dict, {})))
     if abs(rope.pop("partial_rotary_factor", rope_dim / head_dim) * head_dim - rope_dim) > 1e-3:
         raise config.error("partial_rotary_factor", f"does not make {rope_dim} of {head_dim} channels rotate")
-    rope.pop("max_position_embeddings", None)  # that of the file
+    rope.pop("max_position_embeddings", None)  # The file's own key applies.
     if (rate := rope.pop("llama_4_scaling_beta", None)) is not None:
         growth = QueryGrowth(rate, config.opt_size(_MISTRAL_ORIGINAL, rope.get(_MISTRAL_ORIGINAL, 8192)))
     if (section := config.section("llama_4_scaling")) is not None:

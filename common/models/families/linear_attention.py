@@ -76,6 +76,8 @@ from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import LinearScaling, Rope
 from pagoda.common.models.spec import ExpertGroups, Ffn, Layer, Mlp, ModelSpec, Moe, Norms, Router
 
+_KINDS: Final = ("linear_attention", "full_attention")
+
 # Qwen3-Next and Qwen3.5.
 
 
@@ -102,23 +104,17 @@ def _qwen3_5(config: HfConfig, moe: bool = False) -> ModelSpec:
     if moe:
         config.default("num_experts", 256)
         config.default("num_experts_per_tok", 8)
-        config.default("intermediate_size", config.opt_size("moe_intermediate_size", 512))  # no layer is dense
+        config.default("intermediate_size", config.opt_size("moe_intermediate_size", 512))  # No layer is dense.
     else:
         config.default("num_experts", 0)
     return _qwen3_next(config)
 
 
-def _qwen3_next_kinds(config: HfConfig, layers: int) -> list[str]:
+def _qwen3_next_kinds(config: HfConfig, layers: int) -> tuple[str, ...]:
     """Return the kind of mixer of each layer."""
     interval = config.opt_size("full_attention_interval", 4)
     default = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
-    kinds = config.opt("layer_types", list, default)
-    unknown = set(kinds) - {"linear_attention", "full_attention"}
-    if unknown:
-        raise config.error("layer_types", f"has {unknown.pop()!r}; supported: linear_attention, full_attention")
-    if len(kinds) != layers:
-        raise config.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
-    return kinds
+    return config.layer_kinds("layer_types", layers, default, _KINDS)
 
 
 def _qwen3_next_attention(config: HfConfig) -> Attention:
@@ -143,7 +139,7 @@ def _qwen3_next_gated_delta(config: HfConfig) -> GatedDelta:
     value_heads = config.opt_size("linear_num_value_heads", 32)
     if value_heads % key_heads:
         raise config.error("linear_num_key_heads", f"{key_heads} does not divide linear_num_value_heads {value_heads}")
-    config.expect("hidden_act", "silu")  # also the activation of the convolution
+    config.expect("hidden_act", "silu")  # The convolution has the same activation.
     return GatedDelta(
         key_heads=key_heads,
         value_heads=value_heads,
@@ -206,7 +202,7 @@ QWEN3_NEXT_RULES = (
     Rename(f"{_LINEAR}.out_proj.weight", f"{_TARGET}.o"),
 )
 
-# mtp: layers that only propose drafts
+# The layers `mtp` only propose drafts.
 QWEN3_NEXT = Family(_qwen3_next, QWEN3_NEXT_RULES, ignored=("*.rotary_emb.inv_freq", "lm_head.weight", "mtp.*"))
 QWEN3_5 = replace(QWEN3_NEXT, build=_qwen3_5)
 QWEN3_5_MOE = replace(QWEN3_NEXT, build=partial(_qwen3_5, moe=True))
@@ -219,19 +215,18 @@ def _olmo_hybrid(config: HfConfig) -> ModelSpec:
     layers = config.size("num_hidden_layers")
     norm = rms_norm(config, 1e-6)
     ffn = gated_mlp(config)
-    config.expect("hidden_act", "silu")  # also the activation of the convolution
+    config.expect("hidden_act", "silu")  # The convolution has the same activation.
     config.ignore("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
     kinds = ["linear_attention" if layer % 4 != 3 else "full_attention" for layer in range(layers)]
     if "full_attention" not in kinds:
         kinds[-1] = "full_attention"
-    kinds = config.opt("layer_types", list, kinds)
-    if len(kinds) != layers or not set(kinds) <= {"linear_attention", "full_attention"}:
-        raise config.error("layer_types", f"is {kinds}; it must have {layers} of linear_attention and full_attention")
     kind_layers = {
         "linear_attention": Layer((_olmo_hybrid_gated_delta(config),), ffn, Norms(before_mixer=norm, before_ffn=norm)),
         "full_attention": Layer((_olmo_hybrid_attention(config, norm),), ffn, Norms(after_mixer=norm, after_ffn=norm)),
     }
-    return decoder(config, [kind_layers[kind] for kind in kinds], norm)
+    return decoder(
+        config, [kind_layers[kind] for kind in config.layer_kinds("layer_types", layers, kinds, _KINDS)], norm
+    )
 
 
 def _olmo_hybrid_attention(config: HfConfig, norm: Norm) -> Attention:
@@ -258,7 +253,7 @@ def _olmo_hybrid_gated_delta(config: HfConfig) -> GatedDelta:
         key_dim=key_dim,
         value_dim=config.opt_size("linear_value_head_dim", 2 * key_dim),
         taps=config.opt_size("linear_conv_kernel_dim", 4),
-        norm=Norm(1e-5),  # whatever rms_norm_eps is
+        norm=Norm(1e-5),  # The model's code ignores rms_norm_eps here.
         beta_scale=2.0 if config.opt("linear_allow_neg_eigval", bool, True) else 1.0,
     )
 
@@ -326,7 +321,7 @@ _KIMI_NAMES = {
 """Key of other families -> key of this one."""
 
 
-def _kimi_kda(config: HfConfig, layers: int, norm: Norm) -> tuple[KimiDelta, list[str]]:
+def _kimi_kda(config: HfConfig, layers: int, norm: Norm) -> tuple[KimiDelta, tuple[str, ...]]:
     """Return the mixer, and the kind of mixer of each layer."""
     kinds = ["full_attention" if layer and layer % 4 == 0 else "linear_attention" for layer in range(layers)]
     head_dim = config.opt_size("linear_head_dim", 128)
@@ -337,14 +332,12 @@ def _kimi_kda(config: HfConfig, layers: int, norm: Norm) -> tuple[KimiDelta, lis
         head_dim = section.opt_size("head_dim", head_dim)
         heads = section.opt_size("num_heads", heads)
         taps = section.opt_size("short_conv_kernel_size", taps)
-        attending = section.opt("full_attn_layers", list, [])  # counted from 1
+        attending = section.opt("full_attn_layers", list, [])  # The layers are counted from 1.
         kinds = ["full_attention" if layer + 1 in attending else "linear_attention" for layer in range(layers)]
         section.expect("kda_layers", [layer + 1 for layer, kind in enumerate(kinds) if kind == "linear_attention"])
         section.finish()
-    kinds = config.opt("layer_types", list, kinds)
-    if len(kinds) != layers or not set(kinds) <= {"linear_attention", "full_attention"}:
-        raise config.error("layer_types", f"is {kinds}; it must have {layers} of linear_attention and full_attention")
-    return KimiDelta(heads, head_dim, rank=head_dim, taps=taps, norm=norm), kinds
+    mixer = KimiDelta(heads, head_dim, rank=head_dim, taps=taps, norm=norm)
+    return mixer, config.layer_kinds("layer_types", layers, kinds, _KINDS)
 
 
 def _kimi_latent_attention(config: HfConfig) -> LatentAttention:
@@ -360,8 +353,8 @@ def _kimi_latent_attention(config: HfConfig) -> LatentAttention:
         nope_dim=nope_dim,
         value_dim=config.size("v_head_dim"),
         scale=(nope_dim + rope_dim) ** -0.5,
-        rope=Rope(10_000.0, rope_dim, LinearScaling(math.inf)),  # all angles are 0: no position is encoded
-        norm=Norm(1e-6),  # whatever rms_norm_eps is
+        rope=Rope(10_000.0, rope_dim, LinearScaling(math.inf)),  # All angles are 0, so that no position is encoded.
+        norm=Norm(1e-6),  # The model's code ignores rms_norm_eps here.
         bias=config.opt("attention_bias", bool, False),
     )
 
@@ -395,7 +388,7 @@ KDA_RULES: tuple[Rule, ...] = (
     Reshape(f"{_ATTENTION}.A_log", f"{_TARGET}.decay_rate"),
 )
 
-_KIMI_MLP = ("gate", "up", "down")  # transformers writes dense layers under the name of mixtures
+_KIMI_MLP = ("gate", "up", "down")  # The code of transformers writes dense layers under the name of mixtures.
 
 KIMI_LINEAR = Family(
     _kimi_linear,
@@ -458,16 +451,13 @@ def _ling3_kda(config: HfConfig, heads: int, norm: Norm) -> KimiDelta:
     return KimiDelta(heads, head_dim, None, taps, norm, bound)
 
 
-def hybrid_kinds(config: HfConfig, layers: int, group: int) -> list[str]:
+def hybrid_kinds(config: HfConfig, layers: int, group: int) -> tuple[str, ...]:
     """Return the kind of mixer of each layer: the last of each `layer_group_size` attends. `group`: its default."""
     group = config.opt_size("layer_group_size", group)
     if "layer_types" not in config and layers % group:
         raise config.error("layer_group_size", f"is {group}, which does not divide num_hidden_layers {layers}")
     kinds = ["linear_attention" if (layer + 1) % group else "full_attention" for layer in range(layers)]
-    kinds = config.opt("layer_types", list, kinds)
-    if len(kinds) != layers or not set(kinds) <= {"linear_attention", "full_attention"}:
-        raise config.error("layer_types", f"is {kinds}; it must have {layers} of linear_attention and full_attention")
-    return kinds
+    return config.layer_kinds("layer_types", layers, kinds, _KINDS)
 
 
 def _ling3_of_hub(rules: Iterable[Rule]) -> Iterator[Rule]:
@@ -491,7 +481,7 @@ HYBRID_RULES: Final[tuple[Rule, ...]] = (
 LING3 = Family(
     _ling3,
     (*HYBRID_RULES, *_ling3_of_hub(KDA_RULES), Rename(f"{_SOURCE}.f_proj.weight", f"{_TARGET}.decay")),
-    # the layer after the last one of Ling-3.0-flash and tiny, which only proposes drafts
+    # The layer after the last one of Ling-3.0-flash and tiny only proposes drafts.
     ignored=("*.rotary_emb.inv_freq", "lm_head.weight", "model.layers.42.*", "model.layers.24.*", "model.mtp.*"),
 )
 
@@ -506,7 +496,7 @@ def _minimax(config: HfConfig) -> ModelSpec:
     norm = rms_norm(config, 1e-5)
     width = config.size("hidden_size")
     config.expect("postnorm", True)
-    config.expect("hidden_act", "silu")  # also that of queries, keys and values of lightning attention
+    config.expect("hidden_act", "silu")  # Queries, keys and values of lightning attention have the same activation.
     config.expect("shared_intermediate_size", 0)
     config.ignore("block_size", "shared_moe_mode")
     first, rest, update = *_minimax_norms(config, norm), _minimax_update(config)
@@ -521,7 +511,7 @@ def _minimax(config: HfConfig) -> ModelSpec:
             return attention
         depth = 1 - index / (layers - 1 + 1e-5) + 1e-5
         slopes = tuple(2 ** (-8 * head / attention.heads) * depth for head in range(1, attention.heads + 1))
-        return LightningAttention(head_dim, slopes, Norm(1e-6))  # whatever rms_norm_eps is
+        return LightningAttention(head_dim, slopes, Norm(1e-6))  # The model's code ignores rms_norm_eps here.
 
     stack = (
         Layer(
@@ -536,13 +526,11 @@ def _minimax(config: HfConfig) -> ModelSpec:
     return decoder(config, stack, rest)
 
 
-def _minimax_kinds(config: HfConfig, layers: int) -> list[str]:
+def _minimax_kinds(config: HfConfig, layers: int) -> tuple[str, ...]:
     """Return the kind of mixer of each layer; `attn_type_list` has 1 for attention."""
     listed = config.opt("attn_type_list", list, [1 - layer % 2 for layer in range(layers)])
-    kinds = config.opt("layer_types", list, ["full_attention" if kind else "linear_attention" for kind in listed])
-    if len(kinds) != layers or not set(kinds) <= {"linear_attention", "full_attention"}:
-        raise config.error("layer_types", f"is {kinds}; it must have {layers} of linear_attention and full_attention")
-    return kinds
+    kinds = ["full_attention" if kind else "linear_attention" for kind in listed]
+    return config.layer_kinds("layer_types", layers, kinds, _KINDS)
 
 
 def _minimax_factors(config: HfConfig) -> tuple[float, float]:
@@ -622,7 +610,7 @@ def _lightning_attention(config: HfConfig, layer: int, layers: int) -> Lightning
     head_dim = hf_config.head_dim(config, config.size("hidden_size"), heads)
     if "rotary_dim" in config:
         config.default("partial_rotary_factor", config.size("rotary_dim") / head_dim)
-    depth = 1 - (layer - 1) / max(layers - 1, 1) + 1e-5  # the first layer's slopes are the steepest, beyond 1
+    depth = 1 - (layer - 1) / max(layers - 1, 1) + 1e-5  # The first layer's slopes are the steepest, beyond 1.
     return LightningAttention(
         head_dim=head_dim,
         slopes=tuple(slope * depth for slope in alibi_slopes(heads)),
@@ -705,9 +693,7 @@ def _lfm2_model(config: HfConfig, ffns: list[Ffn], default: list[str]) -> ModelS
         config.expect(key, True)
     config.expect("block_norm_eps", norm.eps)
     config.ignore("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init")
-    kinds = config.opt("layer_types", list, default)
-    if len(kinds) != len(ffns) or not set(kinds) <= {"full_attention", "conv"}:
-        raise config.error("layer_types", f"is {kinds}; it must have {len(ffns)} entries, full_attention or conv")
+    kinds = config.layer_kinds("layer_types", len(ffns), default, ("full_attention", "conv"))
     attention = replace(rotary_attention(config, width, theta=1_000_000.0), qk_norm=norm)
     convolution = ShortConvolution(width, config.opt_size("conv_L_cache", 3), config.opt("conv_bias", bool, False))
     mixers: list[Mixer] = [attention if kind == "full_attention" else convolution for kind in kinds]

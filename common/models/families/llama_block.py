@@ -256,9 +256,10 @@ SMOLLM3 = Family(_smollm3, LLAMA_RULES)
 
 def _solar(config: HfConfig) -> ModelSpec:
     config.default("rms_norm_eps", 1e-5)
-    config.expect("sliding_window", None, 2047)  # of the training, which the model's code does not apply
+    # The window is that of the training; the model's code does not apply it.
+    config.expect("sliding_window", None, 2047)
     spec = llama(config)
-    shares = config.opt("bskcn_tv", list, [0.9, 0.8])  # in training and after it
+    shares = config.opt("bskcn_tv", list, [0.9, 0.8])  # The two shares apply in training and after it.
     if len(shares) != 2 or not all(type(share) in (int, float) for share in shares):
         raise config.error("bskcn_tv", f"is {shares}; it must be two numbers")
     blends: dict[int, Blend] = {}
@@ -307,7 +308,7 @@ def _minicpm(config: HfConfig) -> ModelSpec:
 
 def scaled(config: HfConfig, spec: ModelSpec, *, embedding: float, depth: float, base: int) -> ModelSpec:
     """Return the spec with factors on embedding, updates and logits. `embedding`, `depth`, `base`: the defaults."""
-    config.ignore("mup_denominator")  # training only
+    config.ignore("mup_denominator")  # Only training reads this key.
     scale = config.opt("scale_depth", float, depth) / len(spec.layers) ** 0.5
     return replace(
         spec,
@@ -424,7 +425,7 @@ def _nemotron_nas(config: HfConfig) -> ModelSpec:
     config.expect("architecture", "transformer")
     count = config.size("num_hidden_layers")
     heads = config.size("num_attention_heads")
-    if "block_configs" not in config:  # DeciLM-7B
+    if "block_configs" not in config:  # DeciLM-7B has no `block_configs`.
         kv_heads = config.per_layer("num_key_value_heads_per_layer", count, heads)
         spec = llama(config)
         layers = [_nas_resized(config, layer, kv, heads) for layer, kv in zip(spec.layers, kv_heads)]
@@ -432,7 +433,7 @@ def _nemotron_nas(config: HfConfig) -> ModelSpec:
     blocks = config.need("block_configs", list)
     if len(blocks) != count or not all(isinstance(block, dict) for block in blocks):
         raise config.error("block_configs", f"has {len(blocks)} entries, not an object for each of {count} layers")
-    config.default("intermediate_size", 1)  # stated by each block
+    config.default("intermediate_size", 1)  # Each block states its own size.
     spec = llama(config)
     layers = [
         _nas_block(HfConfig(block, label="block_configs"), layer, heads, spec.width)

@@ -56,7 +56,7 @@ def _baichuan_7b(config: HfConfig) -> ModelSpec:
 
 
 def _baichuan(config: HfConfig) -> ModelSpec:
-    if config.size("hidden_size") == 4096:  # Baichuan2-7B, whose file differs from 13B's in no other way
+    if config.size("hidden_size") == 4096:  # This is Baichuan2-7B, whose file differs from 13B's in no other way.
         return _baichuan_7b(config)
     config.alias("max_position_embeddings", "model_max_length")
     attention = grouped_attention(config, config.size("hidden_size"), None)
@@ -91,7 +91,7 @@ def _qwen1(config: HfConfig) -> ModelSpec:
     config.alias("rope_theta", "rotary_emb_base")
     config.alias("head_dim", "kv_channels")
     config.set("max_position_embeddings", config.size("seq_length"))
-    config.set("intermediate_size", config.size("intermediate_size") // 2)  # the file counts gate and up
+    config.set("intermediate_size", config.size("intermediate_size") // 2)  # The file counts gate and up together.
     return _baichuan_model(config, replace(_baichuan_rotary(config), qkv_bias=True))
 
 
@@ -178,10 +178,12 @@ def _telechat2(config: HfConfig) -> ModelSpec:
         ("max_position_embeddings", "training_seqlen", "seq_length"),
     ):
         config.alias(key, *names)
-    config.expect("base_seqlen", config.size("max_position_embeddings"))  # else the base of RoPE differs
+    # With another length the base of RoPE would differ.
+    config.expect("base_seqlen", config.size("max_position_embeddings"))
     config.expect("apply_residual_connection_post_layernorm", False)
     config.expect("embed_layernorm", False)
-    config.ignore("logn", "hidden_dropout")  # logn: beyond the trained context, which is not served
+    # The key logn concerns lengths beyond the trained context, which are not served.
+    config.ignore("logn", "hidden_dropout")
     layers = config.size("num_hidden_layers")
     attention = replace(rotary_attention(config, config.size("hidden_size")), out_bias=True)
     ffn = replace(gated_mlp(config), down_bias=True)
@@ -315,7 +317,7 @@ CHATGLM = Family(
 
 def _phi3(config: HfConfig) -> ModelSpec:
     layers = config.size("num_hidden_layers")
-    config.opt_size("original_max_position_embeddings", 4096)  # read again by the RoPE scaling
+    config.opt_size("original_max_position_embeddings", 4096)  # The RoPE scaling reads the key again.
     config.expect("full_attn_mod", 1)
     config.expect("interpolate_factor", 1)
     attention = rotary_attention(config, config.size("hidden_size"))

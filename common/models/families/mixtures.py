@@ -147,7 +147,7 @@ def _phimoe(config: HfConfig) -> ModelSpec:
     layers = config.size("num_hidden_layers")
     bias = config.opt("attention_bias", bool, False)
     config.expect("num_experts_per_tok", 2)
-    config.ignore("input_jitter_noise")  # training
+    config.ignore("input_jitter_noise")  # Only training reads this key.
     attention = rotary_attention(config, config.size("hidden_size"))
     attention = replace(attention, qkv_bias=bias, out_bias=bias, window=config.window(None))
     mixer = SparseMixer(2, config.opt("router_jitter_noise", float, 0.01))
@@ -201,8 +201,8 @@ def _dbrx_attention(config: HfConfig) -> Attention:
 def _dbrx_moe(config: HfConfig) -> Moe:
     section = config.section("ffn_config") or HfConfig({})
     section.expect("hidden_size", config.size("hidden_size"))
-    section.ignore("moe_jitter_eps", "moe_loss_weight")  # training
-    section.expect("moe_normalize_expert_weights", 1)  # by the sum
+    section.ignore("moe_jitter_eps", "moe_loss_weight")  # Only training reads these keys.
+    section.expect("moe_normalize_expert_weights", 1)  # The weights are divided by their sum.
     renormalise = section.nullable("moe_normalize_expert_weights", float, 1.0) is not None
     activation = section.section("ffn_act_fn") or HfConfig({})
     expert = Mlp(section.opt_size("ffn_hidden_size", 3584), activation.activation("name", "silu"), gated=True)
@@ -349,7 +349,7 @@ def _granite_windowed(build: Callable[[HfConfig], ModelSpec], config: HfConfig) 
     def mixer(attention: Attention, kind: str, theta: float | None) -> Attention:
         rope = attention.rope
         if theta is not None and rope is not None:
-            rope = replace(rope, theta=float(theta)) if theta else None  # 0: no positions
+            rope = replace(rope, theta=float(theta)) if theta else None  # A base of 0 means no positions.
         return replace(attention, rope=rope, sinks=True, window=window if kind == "sliding_attention" else None)
 
     stack = (
@@ -381,10 +381,11 @@ GRANITE_MOE_SWA = replace(
 def _ernie_moe(config: HfConfig) -> ModelSpec:
     layers = config.size("num_hidden_layers")
     bias = config.opt("use_bias", bool, False)
-    config.expect("moe_norm_min", 1e-12)  # no sum of softmax scores is less
+    config.expect("moe_norm_min", 1e-12)  # No sum of softmax scores is less.
     config.expect("moe_gate", "topk")
     config.expect("moe_use_aux_free", True)
-    config.ignore("moe_capacity", "num_nextn_predict_layers")  # training; layers that only propose drafts
+    # The first key is of training, and the layers of the second only propose drafts.
+    config.ignore("moe_capacity", "num_nextn_predict_layers")
     attention = rotary_attention(config, config.size("hidden_size"), theta=500_000.0, interleaved=True)
     attention = replace(attention, qkv_bias=bias, out_bias=bias)
     first = config.opt("moe_layer_start_index", int, 1)
@@ -412,7 +413,7 @@ def _ernie_mixture(config: HfConfig) -> Moe:
     )
 
 
-_ERNIE_CORRECTION = "[model.]layers.{l}.mlp.moe_statics.e_score_correction_bias"  # [1, E]
+_ERNIE_CORRECTION = "[model.]layers.{l}.mlp.moe_statics.e_score_correction_bias"  # The tensor has shape [1, E].
 
 ERNIE_MOE = Family(
     _ernie_moe,
@@ -489,7 +490,7 @@ HUNYUAN_MOE = Family(
 def _cohere2_moe(config: HfConfig) -> ModelSpec:
     layers = config.size("num_hidden_layers")
     first = config.opt("first_k_dense_replace", int, 0)
-    dense_kinds = config.opt("mlp_layer_types", list, ["dense"] * first + ["sparse"] * (layers - first))
+    dense_kinds = config.ffn_kinds(layers, ["dense"] * first + ["sparse"] * (layers - first))
     prefix = config.opt_size("prefix_dense_sliding_window_pattern", 1)
     every = config.opt_size("sliding_window_pattern", 4)
     cycles = [(n + 1) % prefix for n in range(first)] + [(n + 1) % every for n in range(layers - first)]
@@ -526,12 +527,12 @@ def _cohere2_moe(config: HfConfig) -> ModelSpec:
 def _cohere2_mixture(config: HfConfig) -> Moe:
     config.expect("expert_selection_fn", "softmax", "sigmoid")
     softmax = config.opt("expert_selection_fn", str, "softmax") == "softmax"
-    renormalise = config.opt("norm_topk_prob", bool, True) or softmax  # the softmax is over the chosen experts
+    renormalise = config.opt("norm_topk_prob", bool, True) or softmax  # The softmax is over the chosen experts.
     router = Router(config.opt_size("num_experts_per_tok", 2), renormalise, "softmax" if softmax else "sigmoid")
     expert = gated_mlp(config)
     shared = config.opt("num_shared_experts", int, 0)
     if _cohere2_averages(config) and shared:
-        router = replace(router, scale=0.5)  # and so is the output of the shared Mlp
+        router = replace(router, scale=0.5)  # The output of the shared Mlp is halved as well.
     width = shared * expert.width
     return Moe(config.opt_size("num_experts", 8), expert, router, replace(expert, width=width) if shared else None)
 
@@ -545,11 +546,11 @@ def _cohere2_averages(config: HfConfig) -> bool:
 COHERE2_MOE = replace(COHERE2, build=_cohere2_moe, rules=(*COHERE2.rules, *MOE_RULES))
 
 
-# gpt-oss.
+# The model gpt-oss.
 
 
 def _gpt_oss(config: HfConfig) -> ModelSpec:
-    config.ignore("initial_context_length")  # in the section of the rope, too
+    config.ignore("initial_context_length")  # The section of the rope states it as well.
     config.expect("hidden_act", "silu")
     config.alias("num_experts_per_tok", "experts_per_token")
     layers = config.size("num_hidden_layers")
@@ -610,9 +611,10 @@ def _llama4_mixers(config: HfConfig) -> list[Attention]:
     chunk = config.nullable("attention_chunk_size", int, 8192)
     growth = QueryGrowth(config.opt("attn_scale", float, 0.1), config.opt_size("floor_scale", 8192), offset=1)
     tuned = config.opt("attn_temperature_tuning", bool, True)
-    kinds = config.opt("layer_types", list, ["chunked_attention" if rope else "full_attention" for rope in with_rope])
-    if not len(kinds) == len(with_rope) == layers or not set(kinds) <= {"chunked_attention", "full_attention"}:
-        raise config.error("layer_types", "or no_rope_layers: one of chunked_attention, full_attention for each layer")
+    if len(with_rope) != layers:
+        raise config.error("no_rope_layers", f"has {len(with_rope)} entries for {layers} layers")
+    default = ["chunked_attention" if rope else "full_attention" for rope in with_rope]
+    kinds = config.layer_kinds("layer_types", layers, default, ("chunked_attention", "full_attention"))
     base = replace(
         rotary_attention(config, config.size("hidden_size"), theta=500_000.0, interleaved=True),
         qkv_bias=bias,

@@ -41,18 +41,18 @@ from pagoda.common.models.spec import Classifier, Dense, Mlp, ModelSpec, Moe, Po
 
 def _qwen2(config: HfConfig) -> ModelSpec:
     config.expect("qkv_bias", True)
-    config.ignore("attention_bias")  # q, k and v always have biases, o never
+    config.ignore("attention_bias")  # The projections q, k and v always have biases, and o never has.
     attention = replace(rotary_attention(config, config.size("hidden_size")), qkv_bias=True)
     return _dense(config, attention)
 
 
 def _mimo(config: HfConfig) -> ModelSpec:
-    config.ignore("num_nextn_predict_layers")  # they only propose drafts
+    config.ignore("num_nextn_predict_layers")  # These layers only propose drafts.
     return _qwen2(config)
 
 
 def _dots_ocr(config: HfConfig) -> ModelSpec:
-    config.ignore("vision_config", "image_token_id", "video_token_id")  # text prompts alone are accepted
+    config.ignore("vision_config", "image_token_id", "video_token_id")  # Only text prompts are accepted.
     return _qwen2(config)
 
 
@@ -62,7 +62,7 @@ def _qwen3(config: HfConfig) -> ModelSpec:
 
 def _qwen3_moe(config: HfConfig) -> ModelSpec:
     layers = config.size("num_hidden_layers")
-    config.ignore("max_window_layers")  # the window, if used, applies to every layer
+    config.ignore("max_window_layers")  # The window, if used, applies to every layer.
     attention = replace(_qk_norm_attention(config), window=_window(config))
     return pre_norm_decoder(config, [attention] * layers, sparse_steps(config, _moe(config)), rms_norm(config, 1e-6))
 
@@ -138,13 +138,13 @@ def _reward(
     return pooler
 
 
-_REWARD_RULES = (  # score.0 and, of the last layer, score.2
+_REWARD_RULES = (  # The tensors are score.0 and, of the last layer, score.2.
     *linear("score.{l}", "pooler.dense.{l}"),
     *linear("score.{e}", "pooler.classifier"),
 )
 
 QWEN2_REWARD = replace(QWEN2, pooler=_reward(1, None), pooler_rules=_REWARD_RULES)
-_STEP: Final = 151651  # <extra_0>, which ends a step
+_STEP: Final = 151651  # The token <extra_0>, which ends a step.
 QWEN2_PROCESS_REWARD = replace(QWEN2, pooler=_reward(2, "softmax", _STEP), pooler_rules=_REWARD_RULES)
 MIMO = replace(QWEN2, build=_mimo, ignored=(*QWEN2.ignored, "model.mtp_layers.*"))
 DOTS_OCR = replace(QWEN2, build=_dots_ocr, ignored=(*QWEN2.ignored, "vision_tower.*"))
@@ -158,7 +158,7 @@ QWEN2_MOE = Family(_qwen2_moe, (*_COMMON_RULES, *MOE_RULES, *SHARED_RULES))
 
 def _mellum(config: HfConfig) -> ModelSpec:
     config.default("head_dim", 128)
-    config.ignore("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")  # layers that only propose drafts
+    config.ignore("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")  # These layers only propose drafts.
     layers = config.size("num_hidden_layers")
     width = config.size("hidden_size")
     norm = rms_norm(config, 1e-6)

@@ -71,7 +71,7 @@ from pagoda.common.models.spec import ClampedGlu, Embedding, Ffn, Layer, Mlp, Mo
 
 def _glm4_moe(config: HfConfig) -> ModelSpec:
     norm = rms_norm(config, 1e-5)
-    config.ignore("num_nextn_predict_layers")  # they only propose drafts
+    config.ignore("num_nextn_predict_layers")  # These layers only propose drafts.
     attention = replace(
         rotary_attention(config, config.size("hidden_size"), partial=0.5),
         qk_norm=norm if config.opt("use_qk_norm", bool, False) else None,
@@ -84,12 +84,12 @@ def _glm4_moe(config: HfConfig) -> ModelSpec:
 GLM4_MOE = Family(
     _glm4_moe,
     (*EMBED_RULES, *ATTENTION_RULES, *QK_NORM_RULES, *MLP_RULES, *MOE_RULES, *PRE_NORM_RULES),
-    # layers after the last one of GLM-4.5-Air and GLM-4.5 to 4.7, which only propose drafts
+    # The layers after the last one of GLM-4.5-Air and GLM-4.5 to 4.7 only propose drafts.
     ignored=("*.rotary_emb.inv_freq", "lm_head.weight", "model.layers.46.*", "model.layers.92.*"),
 )
 
 
-# dots.llm1.
+# The model dots.llm1.
 
 
 def _dots1(config: HfConfig) -> ModelSpec:
@@ -118,9 +118,10 @@ DOTS1 = Family(_dots1, (*EMBED_RULES, *ATTENTION_RULES, *QK_NORM_RULES, *MLP_RUL
 def _exaone_moe(config: HfConfig) -> ModelSpec:
     config.alias("n_routed_experts", "num_experts")
     config.alias("n_shared_experts", "num_shared_experts")
-    config.ignore("num_nextn_predict_layers", "mtp_loss_factor", "mtp_share_layers")  # layers that propose drafts
+    # These keys are of layers that only propose drafts.
+    config.ignore("num_nextn_predict_layers", "mtp_loss_factor", "mtp_share_layers")
     if "mlp_layer_types" in config:
-        config.ignore("is_moe_layer", "first_last_k_dense_replace")  # the same in another form
+        config.ignore("is_moe_layer", "first_last_k_dense_replace")  # These keys state the same in another form.
     config.default("routed_scaling_factor", 2.5)
     config.default("num_experts_per_tok", 8)
     config.default("moe_intermediate_size", 1024)
@@ -318,7 +319,7 @@ HY3 = Family(
         Rename(f"{_HY3_MLP}.router.gate.weight", f"{FFN}.router"),
         *shared_rules(f"{_HY3_MLP}.shared_mlp"),
     ),
-    ignored=("*.rotary_emb.inv_freq", "lm_head.weight", "model.layers.80.*"),  # layer 80 only proposes drafts
+    ignored=("*.rotary_emb.inv_freq", "lm_head.weight", "model.layers.80.*"),  # Layer 80 only proposes drafts.
 )
 
 
@@ -375,7 +376,7 @@ _M3_INDEXER: Final = {
 def _minimax_m3(config: HfConfig) -> ModelSpec:
     layers = config.size("num_hidden_layers")
     _m3_flatten(config)
-    config.expect("hidden_act", "silu", "swigluoai")  # either way the gate is clamped
+    config.expect("hidden_act", "silu", "swigluoai")  # With both values the gate is clamped.
     config.expect("scoring_func", "sigmoid")
     config.expect("use_routing_bias", True)
     config.expect("use_qk_norm", True)
@@ -384,15 +385,11 @@ def _minimax_m3(config: HfConfig) -> ModelSpec:
     config.expect("attention_output_gate", False)
     config.ignore("num_nextn_predict_layers", "num_mtp_modules", "use_mtp", "mtp_transformer_layers")
     full, sparse = _m3_attentions(config)
-    kinds = config.opt("layer_types", list, ["full_attention"] * layers)
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", "minimax_m3_sparse"}:
-        raise config.error("layer_types", f"is {kinds}; it must have {layers} of full_attention and minimax_m3_sparse")
+    attention_kinds = ("full_attention", "minimax_m3_sparse")
+    kinds = config.layer_kinds("layer_types", layers, ["full_attention"] * layers, attention_kinds)
     dense, moe = _m3_ffns(config)
-    named = config.opt("mlp_layer_types", list, ["sparse"] * layers)
-    if len(named) != layers or not set(named) <= {"dense", "sparse"}:
-        raise config.error("mlp_layer_types", f"is {named}; it must have {layers} entries, dense or sparse")
     mixers = [sparse if kind == "minimax_m3_sparse" else full for kind in kinds]
-    ffns: list[Ffn] = [moe if kind == "sparse" else dense for kind in named]
+    ffns: list[Ffn] = [moe if kind == "sparse" else dense for kind in config.ffn_kinds(layers, ["sparse"] * layers)]
     return pre_norm_decoder(config, mixers, ffns, rms_norm(config, 1e-6, unit_offset=True))
 
 
@@ -513,20 +510,20 @@ _MIMO_ATTENTION: Final = {0: "full_attention", 1: "sliding_attention"}
 _MIMO_FFN: Final = {0: "dense", 1: "sparse"}
 
 
-def _mimo_named_kinds(config: HfConfig, key: str, named: str, names: dict[int, str]) -> None:
+def _mimo_named_kinds(config: HfConfig, key: str, target_key: str, names: dict[int, str]) -> None:
     """Take the kinds of the layers from a list of numbers, where the file has that instead of their names."""
     numbers: list[Any] = config.opt(key, list, [])
     if not set(numbers) <= set(names):
         raise config.error(key, f"is {numbers}; it must be a list of {sorted(names)}")
     if numbers:
-        config.default(named, [names[number] for number in numbers])
+        config.default(target_key, [names[number] for number in numbers])
         config.set(key, None)
 
 
 def _mimo_mixers(config: HfConfig) -> dict[str, Attention]:
     """Return the attention of each kind of layer."""
     if (before := config.opt("sliding_window_size", int, 0)) > 0:
-        config.set("sliding_window", before + 1)  # the file counts the tokens before the query
+        config.set("sliding_window", before + 1)  # The file counts the tokens before the query.
     if "rope_parameters" not in config:
         partial = config.opt("partial_rotary_factor", float, 0.334)
         thetas = {"full_attention": "rope_theta", "sliding_attention": "swa_rope_theta"}
@@ -595,7 +592,8 @@ def _step3p5(config: HfConfig) -> ModelSpec:
         "moe_layer_offset", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types", "use_qk_norm"
     )
     layers = config.size("num_hidden_layers")
-    kinds = config.opt("layer_types", list, ["full_attention"] * layers)[:layers]  # then those that propose drafts
+    # Layers that propose drafts follow in the list.
+    kinds = config.opt("layer_types", list, ["full_attention"] * layers)[:layers]
     config.set("layer_types", kinds)
     mixers = _step35_mixers(config, config.layer_types(layers, kinds))
     ffns = [_step35_ffn(config, layer, kind) for layer, kind in enumerate(_step35_ffn_kinds(config, layers))]
@@ -654,7 +652,7 @@ def _step35_ropes(config: HfConfig, kinds: tuple[str, ...]) -> Mapping[str, Any]
     return hf_config.rope_per_layer_type(config, config.size("head_dim"), full=1e4, sliding=1e4)
 
 
-def _step35_ffn_kinds(config: HfConfig, layers: int) -> list[str]:
+def _step35_ffn_kinds(config: HfConfig, layers: int) -> tuple[str, ...]:
     """Return "sparse" or "dense" for each layer."""
     sparse = [str(layer) for layer in range(3, layers)]
     if config.is_text("moe_layers_enum"):
@@ -662,10 +660,8 @@ def _step35_ffn_kinds(config: HfConfig, layers: int) -> list[str]:
     else:
         sparse = [str(layer) for layer in config.opt("moe_layers_enum", list, sparse)]
     kinds = ["sparse" if str(layer) in sparse else "dense" for layer in range(layers)]
-    kinds = config.opt("mlp_layer_types", list, kinds)[:layers]
-    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-        raise config.error("mlp_layer_types", f"is {kinds}; it must have {layers} entries, dense or sparse")
-    return kinds
+    config.set("mlp_layer_types", config.opt("mlp_layer_types", list, kinds)[:layers])
+    return config.ffn_kinds(layers, kinds)
 
 
 def _step35_ffn(config: HfConfig, layer: int, kind: str) -> Ffn:
@@ -712,7 +708,7 @@ STEP3P5 = Family(
             for part in _STEP35_PARTS
         ),
     ),
-    # layers after Step-3.5-Flash's last one, which only propose drafts
+    # The layers after Step-3.5-Flash's last one only propose drafts.
     ignored=("*.rotary_emb.inv_freq", "lm_head.weight", *(f"model.layers.{layer}.*" for layer in (45, 46, 47))),
     answers=AnswerFormat(tools="step3p5", reasoning="step3p5"),
 )

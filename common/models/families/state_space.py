@@ -66,7 +66,7 @@ def _mamba2(config: HfConfig) -> ModelSpec:
     heads = config.opt_size("num_heads", 128)
     config.expect("hidden_act", "silu")
     config.expect("rms_norm", True)
-    config.ignore("norm_before_gate", *TRAINING_KEYS)  # published as true, though the gate comes first
+    config.ignore("norm_before_gate", *TRAINING_KEYS)  # Files state it as true, although the gate comes first.
     mixer = Mamba2(
         heads=heads,
         head_dim=config.opt_size("head_dim", 64),
@@ -99,7 +99,7 @@ def recurrent_decoder(config: HfConfig, layer: Layer, norm: Norm, *, tied: bool 
 
 def hybrid_mamba2(config: HfConfig, norm: Norm | None, width: int | None = None) -> Mamba2:
     """Return the mixer that the keys `mamba_*` describe. `width`: channels of all heads, default: by `mamba_expand`."""
-    config.expect("hidden_act", "silu")  # also the activation of the convolution
+    config.expect("hidden_act", "silu")  # The convolution has the same activation.
     config.ignore("mamba_chunk_size", *TRAINING_KEYS)
     heads = config.opt_size("mamba_n_heads", 128)
     expand = config.opt_size("mamba_expand", 2)
@@ -206,7 +206,7 @@ def _jamba(config: HfConfig) -> ModelSpec:
     width = config.size("hidden_size")
     norm = rms_norm(config, 1e-6)
     config.expect("mamba_inner_layernorms", True)
-    config.expect("hidden_act", "silu")  # also the activation of the convolution
+    config.expect("hidden_act", "silu")  # The convolution has the same activation.
     config.expect("sliding_window", None)
     config.ignore("n_ctx", "calc_logits_for_entire_prompt", *TRAINING_KEYS)
     mamba = Mamba(
@@ -230,12 +230,12 @@ def _jamba(config: HfConfig) -> ModelSpec:
     return pre_norm_decoder(config, mixers, ffns, norm)
 
 
-def _mamba_every(config: HfConfig, what: str, period: int, offset: int) -> tuple[int, int]:
+def _mamba_every(config: HfConfig, kind: str, period: int, offset: int) -> tuple[int, int]:
     """Return the period and the offset of a kind of layer. `period`, `offset`: the family's defaults."""
-    period = config.opt_size(f"{what}_period", period)
-    offset = config.opt(f"{what}_offset", int, offset)
+    period = config.opt_size(f"{kind}_period", period)
+    offset = config.opt(f"{kind}_offset", int, offset)
     if not 0 <= offset < period:
-        raise config.error(f"{what}_offset", f"is {offset}; it must be less than {what}_period {period}")
+        raise config.error(f"{kind}_offset", f"is {offset}; it must be less than {kind}_period {period}")
     return period, offset
 
 
@@ -377,11 +377,13 @@ def _granite_hybrid(config: HfConfig) -> ModelSpec:
     config.ignore("init_method")
     layers = config.size("num_hidden_layers")
     norm = rms_norm(config, 1e-6)
-    named = config.opt("layer_types", list, config.opt("layers_block_type", list, ["mamba"] * layers))
-    if len(named) != layers or not set(named) <= _GRANITE4_KINDS.keys():
-        raise config.error("layer_types", f"is {named}; it must have {layers} entries of {', '.join(_GRANITE4_KINDS)}")
+    stated_kinds = config.opt("layer_types", list, config.opt("layers_block_type", list, ["mamba"] * layers))
+    if len(stated_kinds) != layers or not set(stated_kinds) <= _GRANITE4_KINDS.keys():
+        raise config.error(
+            "layer_types", f"is {stated_kinds}; it must have {layers} entries of {', '.join(_GRANITE4_KINDS)}"
+        )
     mixers: dict[str, Mixer] = {"attention": _granite4_attention(config), "mamba": hybrid_mamba2(config, norm)}
-    kinds = [mixers[_GRANITE4_KINDS[name]] for name in named]
+    kinds = [mixers[_GRANITE4_KINDS[name]] for name in stated_kinds]
     spec = pre_norm_decoder(config, kinds, [_granite4_ffn(config)] * layers, norm)
     scale = config.opt("residual_multiplier", float, 1.0)
     return replace(
@@ -440,7 +442,7 @@ def _nemotron_h(config: HfConfig) -> ModelSpec:
     config.expect("moe_latent_size", None)
     config.expect("mamba_proj_bias", False)
     config.expect("num_query_groups", config.opt_size("num_key_value_heads", 8))
-    config.ignore("rope_theta", "partial_rotary_factor")  # no RoPE
+    config.ignore("rope_theta", "partial_rotary_factor")  # The model has no RoPE.
     config.ignore("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern")
     config.ignore("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", *TRAINING_KEYS)
     norm = Norm(config.opt("layer_norm_epsilon", float, 1e-5))
@@ -470,10 +472,10 @@ def _nemotron_h(config: HfConfig) -> ModelSpec:
 def _nemotron_h_kinds(config: HfConfig) -> list[str]:
     """Return the kind of each layer, from its letter in `hybrid_override_pattern` or from `layers_block_type`."""
     pattern = config.opt("hybrid_override_pattern", str, "")
-    named = config.opt(
+    stated_kinds = config.opt(
         "layer_types", list, config.opt("layers_block_type", list, [_NEMOTRON_H_LETTERS.get(c, c) for c in pattern])
     )
-    kinds = [_NEMOTRON_H_OTHER_NAMES.get(kind, kind) for kind in named]
+    kinds = [_NEMOTRON_H_OTHER_NAMES.get(kind, kind) for kind in stated_kinds]
     unknown = set(kinds) - set(_NEMOTRON_H_LETTERS.values())
     if unknown or not kinds:
         problem = f"has {unknown.pop()!r}" if unknown else "is empty"
@@ -540,7 +542,8 @@ _ZAMBA2_DERIVED = ("attention_hidden_size", "ffn_hidden_size", "kv_channels", "n
 
 def _zamba2(config: HfConfig) -> ModelSpec:
     config.expect("use_long_context", False)
-    config.expect("tie_word_embeddings", True)  # transformers shares the blocks' weights with those of the head
+    # The code of transformers shares the blocks' weights with those of the head.
+    config.expect("tie_word_embeddings", True)
     config.expect("use_shared_mlp_adapter", True)
     config.ignore("use_mem_eff_path", "gated_linear_unit", *_ZAMBA2_DERIVED, *TRAINING_KEYS)
     norm = rms_norm(config, 1e-5)
@@ -563,12 +566,8 @@ def _zamba2(config: HfConfig) -> ModelSpec:
 
 def _zamba2_hybrids(config: HfConfig) -> list[int]:
     """Return the layers with a transformer block."""
-    kinds = config.need("layers_block_type", list)
     layers = config.size("num_hidden_layers")
-    if len(kinds) != layers or not set(kinds) <= set(_ZAMBA2_KINDS):
-        raise config.error(
-            "layers_block_type", f"is {kinds}; it must have {layers} entries of {', '.join(_ZAMBA2_KINDS)}"
-        )
+    kinds = config.layer_kinds("layers_block_type", layers, config.need("layers_block_type", list), _ZAMBA2_KINDS)
     return [index for index, kind in enumerate(kinds) if kind == "hybrid"]
 
 
@@ -604,8 +603,8 @@ def _zamba2_mamba(config: HfConfig, bias: bool) -> Mamba2:
     if width % heads:
         raise config.error("n_mamba_heads", f"{heads} does not divide the {width} channels of the mixer")
     config.expect("mamba_headdim", width // heads)
-    config.expect("time_step_limit", None)  # the steps have no upper limit
-    config.ignore("use_conv_bias")  # the convolution has a bias whatever it says
+    config.expect("time_step_limit", None)  # The steps have no upper limit.
+    config.ignore("use_conv_bias")  # The convolution has a bias, whatever the key says.
     return Mamba2(
         heads=heads,
         head_dim=width // heads,
@@ -668,7 +667,7 @@ ZAMBA2 = Family(
         *linear(f"{_ZAMBA2_BLOCK}.feed_forward.down_proj", f"{_ZAMBA2_TARGET}.block.ffn.down"),
         Rename(f"{_ZAMBA2_SOURCE}.linear.weight", f"{_ZAMBA2_TARGET}.block.out"),
     ),
-    # copies of shared weights in the layers that share them
+    # These are copies of shared weights in the layers that share them.
     ignored=("*.rotary_emb.inv_freq", "lm_head.weight", "model.layers.*.shared_transformer.*"),
     config_rules=_zamba2_config_rules,
 )

@@ -42,10 +42,10 @@ class BlockIndexer:
 
     head_dim: int
     tokens: int
-    top_k: int  # blocks
-    local: int  # blocks
-    rope: Rope  # on the first channels of queries and keys
-    norm: Norm  # of queries and keys, before RoPE
+    top_k: int  # Number of blocks that a query attends to.
+    local: int  # How many of them are its own block and those before it.
+    rope: Rope  # RoPE on the first channels of queries and keys.
+    norm: Norm  # Norm of queries and keys, before RoPE.
 
     def parameters(self, width: int, heads: int) -> Iterator[Param]:
         """Yield the parameters on a residual stream of `width` channels."""
@@ -62,33 +62,33 @@ class Attention(MixerBase):
     heads: int
     kv_heads: int
     head_dim: int
-    scale: float  # multiplies q.k
+    scale: float  # Factor of q.k.
     rope: Rope | None
-    window: int | None = None  # a query attends to itself and window-1 tokens before it (and after, unless causal)
-    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    qk_norm: Norm | None = None  # on q and k before RoPE
+    window: int | None = None  # A query attends to itself and window-1 tokens before it (and after, unless causal).
+    softcap: float | None = None  # Scores become softcap * tanh(scores / softcap).
+    qk_norm: Norm | None = None  # Norm of q and k before RoPE.
     qk_norm_over: Literal["per_head", "own_weights", "full"] = "per_head"
     # Axis of qk_norm: each head, with the same weights or with its own, or the whole projection.
     qk_norm_after_rope: bool = False
-    qkv_bias: bool = False  # of q, k, v and the output gate
+    qkv_bias: bool = False  # The projections of q, k, v and the output gate have a bias.
     out_bias: bool = False
-    qkv_clip: float | None = None  # q, k and v are clamped to [-qkv_clip, qkv_clip] before their norms
-    output_gate: bool = False  # o reads the attended values * sigmoid(gate x)
-    gate_per_head: bool = False  # the output gate is one number per query head
+    qkv_clip: float | None = None  # Before their norms q, k and v are clamped to [-qkv_clip, qkv_clip].
+    output_gate: bool = False  # The projection o reads the attended values * sigmoid(gate x).
+    gate_per_head: bool = False  # The output gate is one number per query head.
     causal: bool = True
-    alibi_slopes: tuple[float, ...] | None = None  # per query head: scores -= slope * distance of query and key
-    alibi_root: bool = False  # of the distance its square root
-    sinks: bool = False  # a learned logit per query head takes part in the softmax and has no value
-    shares_cache_of: int | None = None  # an earlier layer whose K and V are read; the mixer then projects queries only
-    chunk: int | None = None  # a query attends to itself and the tokens before it in its `chunk` consecutive positions
-    chunk_lookback: int = 0  # and to those of this many chunks before
-    query_growth: QueryGrowth | None = None  # of the queries, after RoPE
-    value_norm: Norm | None = None  # of each value head, without weights
-    values_are_keys: bool = False  # values are the projected keys, before norm and RoPE
-    value_dim: int | None = None  # channels of a value head; None: head_dim
-    blocks: BlockIndexer | None = None  # None: a query attends to all tokens that it sees
-    beside_embedding: bool = False  # q, k and v are projected from x and the token's embedding side by side
-    adapter_rank: int | None = None  # low-rank adapters of q, k and v: q x + q_adapter_out q_adapter x
+    alibi_slopes: tuple[float, ...] | None = None  # Slope of each query head: scores -= slope * distance.
+    alibi_root: bool = False  # The square root of the distance takes its place.
+    sinks: bool = False  # A learned logit per query head takes part in the softmax and has no value.
+    shares_cache_of: int | None = None  # An earlier layer whose K and V are read; the mixer then projects queries only.
+    chunk: int | None = None  # A query attends to itself and the tokens before it in its `chunk` consecutive positions.
+    chunk_lookback: int = 0  # A query also attends to this many chunks before its own.
+    query_growth: QueryGrowth | None = None  # Growth of the queries with their position, after RoPE.
+    value_norm: Norm | None = None  # Norm of each value head, without weights.
+    values_are_keys: bool = False  # Values are the projected keys, before norm and RoPE.
+    value_dim: int | None = None  # Channels of a value head; None: head_dim.
+    blocks: BlockIndexer | None = None  # None: a query attends to all tokens that it sees.
+    beside_embedding: bool = False  # The projections q, k and v read x and the token's embedding side by side.
+    adapter_rank: int | None = None  # Rank of the adapters of q, k and v: q x + q_adapter_out q_adapter x.
     lora_targets: ClassVar[tuple[str, ...]] = ("q", "k", "v", "o", "gate")
 
     def __post_init__(self) -> None:
@@ -282,6 +282,10 @@ class Attention(MixerBase):
             order = self.rope.half_split_order(after=self.head_dim - self.rope.dim)
             for part in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm", "q_norm_bias", "k_norm_bias"):
                 yield part, order
+        if self.blocks is not None and self.blocks.rope.interleaved:
+            order = self.blocks.rope.half_split_order(after=self.blocks.head_dim - self.blocks.rope.dim)
+            for part in ("q", "k", "q_norm", "k_norm", "q_norm_bias", "k_norm_bias"):
+                yield f"blocks.{part}", order
 
     def lora_copies(self) -> Mapping[str, str]:
         """Return the values that are keys: they have no parameter of their own."""

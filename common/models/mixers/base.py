@@ -16,11 +16,13 @@ from pagoda.common.models.rope import Rope
 class MixerBase:
     """The answers that most kinds of mixer have in common: a kind overrides those that differ.
 
-    Each kind adds its `caches`, `work`, `parameters` and `indivisible`, and says whether it is `causal`.
+    Each kind adds its `caches`, `work` and `parameters`, and says whether it is `causal`. It has `divided` unless it
+    overrides `indivisible`.
     """
 
     __slots__ = ()
-    lora_targets: ClassVar[tuple[str, ...]] = ()  # names of the matrices that a LoRA adapter may change
+    divided: ClassVar[str]  # What the tensor-parallel ranks divide, such as query heads.
+    lora_targets: ClassVar[tuple[str, ...]] = ()  # Names of the matrices that a LoRA adapter may change.
 
     @property
     def reads_embedding(self) -> bool:
@@ -41,6 +43,15 @@ class MixerBase:
     def has_plain_cache(self) -> bool:
         """Whether its cache is one that every backend with 8-bit caches can store in 8 bits."""
         return True
+
+    @property
+    def max_ranks(self) -> int:
+        """Most tensor-parallel ranks that can share the mixer."""
+        raise NotImplementedError
+
+    def indivisible(self, ranks: int) -> str | None:
+        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
+        return f"{self.max_ranks} {self.divided}" if self.max_ranks % ranks else None
 
     def adapters(self, width: int) -> Iterator[Param]:
         """Yield the parameters of low-rank adapters that are part of the model, which `parameters` does not include."""

@@ -15,7 +15,7 @@ class FullCache:
 
     kv_heads: int
     head_dim: int
-    value_dim: int | None = None  # None: as wide as keys
+    value_dim: int | None = None  # None: values are as wide as keys.
 
     def block_elements(self, block_size: int) -> int:
         """Return the elements per block and layer."""
@@ -29,7 +29,7 @@ class WindowCache:
     kv_heads: int
     head_dim: int
     window: int
-    value_dim: int | None = None  # None: as wide as keys
+    value_dim: int | None = None  # None: values are as wide as keys.
 
     def block_elements(self, block_size: int) -> int:
         """Return the elements per block and layer."""
@@ -64,7 +64,7 @@ class StateCache:
     """Recurrent state: `elements` float32 numbers per sequence, in one block. Never shared between sequences."""
 
     elements: int
-    grouped: int = 0  # of the elements, those of `groups` groups of heads, which several tensor-parallel ranks may read
+    grouped: int = 0  # Elements of `groups` groups of heads, which several tensor-parallel ranks may read.
     groups: int = 1
 
     def block_elements(self, block_size: int) -> int:

@@ -28,14 +28,15 @@ class GatedDelta(MixerBase):
     The mixer returns o (norm(output) * silu(gate x)).
     """
 
-    key_heads: int  # each serves value_heads / key_heads consecutive value heads
+    key_heads: int  # Each key head serves value_heads / key_heads consecutive value heads.
     value_heads: int
     key_dim: int
     value_dim: int
-    taps: int  # of the convolution: a token and the taps - 1 before it
-    norm: Norm  # of each value head
+    taps: int  # The convolution reads a token and the taps - 1 before it.
+    norm: Norm  # Norm of each value head.
     beta_scale: float = 1.0  # 2: the factors on the state have eigenvalues down to -1 (arXiv 2411.12537)
     causal: ClassVar[bool] = True
+    divided: ClassVar[str] = "key heads"
     lora_targets: ClassVar[tuple[str, ...]] = ("q", "k", "v", "gate", "beta", "decay", "o")
 
     @property
@@ -79,7 +80,3 @@ class GatedDelta(MixerBase):
     def max_ranks(self) -> int:
         """Most tensor-parallel ranks that can share the mixer."""
         return self.key_heads
-
-    def indivisible(self, ranks: int) -> str | None:
-        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
-        return f"{self.key_heads} key heads" if self.key_heads % ranks else None

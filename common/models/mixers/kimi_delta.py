@@ -29,11 +29,12 @@ class KimiDelta(MixerBase):
 
     heads: int
     head_dim: int
-    rank: int | None  # channels of decay_a x and gate_a x; None: decay x and gate x instead of decay_b decay_a x ...
-    taps: int  # of the convolution: a token and the taps - 1 before it
-    norm: Norm  # of each head
-    decay_bound: float | None = None  # below 0
+    rank: int | None  # Channels of decay_a x and gate_a x; None: decay x and gate x take their places.
+    taps: int  # The convolution reads a token and the taps - 1 before it.
+    norm: Norm  # Norm of each head.
+    decay_bound: float | None = None  # The bound of the decay, below 0.
     causal: ClassVar[bool] = True
+    divided: ClassVar[str] = "linear attention heads"
     lora_targets: ClassVar[tuple[str, ...]] = (
         "q",
         "k",
@@ -88,7 +89,3 @@ class KimiDelta(MixerBase):
     def max_ranks(self) -> int:
         """Most tensor-parallel ranks that can share the mixer."""
         return self.heads
-
-    def indivisible(self, ranks: int) -> str | None:
-        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
-        return f"{self.heads} linear attention heads" if self.heads % ranks else None

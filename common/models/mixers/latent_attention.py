@@ -28,8 +28,8 @@ class Indexer:
     heads: int
     head_dim: int
     top_k: int
-    rope: Rope  # on the first channels of queries and keys
-    norm: Norm  # of the keys, before RoPE
+    rope: Rope  # RoPE on the first channels of queries and keys.
+    norm: Norm  # Norm of the keys, before RoPE.
 
     def parameters(self, width: int, query_rank: int) -> Iterator[Param]:
         """Yield the parameters on a residual stream of `width` channels."""
@@ -48,18 +48,19 @@ class LatentAttention(MixerBase):
     """
 
     heads: int
-    query_rank: int | None  # channels of the low-rank projection of queries; None: queries are projected from x
+    query_rank: int | None  # Channels of the low-rank projection of queries; None: x is projected to queries.
     latent_dim: int
-    nope_dim: int  # channels of a query and key head before those with RoPE
-    value_dim: int  # channels of a value head
-    scale: float  # multiplies q.k
-    rope: Rope  # over all its `dim` channels: a query head's last ones, and the rotary key
-    norm: Norm  # of the latent and of the low-rank queries
-    bias: bool = False  # of q_a, kv_a and o
-    indexer: Indexer | None = None  # None: a query attends to all tokens before it
-    query_growth: QueryGrowth | None = None  # of the queries, after RoPE
-    gate_per_head: bool = False  # o reads the attended values * sigmoid(gate x), one number per head
+    nope_dim: int  # Channels of a query and key head before those with RoPE.
+    value_dim: int  # Channels of a value head.
+    scale: float  # Factor of q.k.
+    rope: Rope  # RoPE over all its `dim` channels: a query head's last ones, and the rotary key.
+    norm: Norm  # Norm of the latent and of the low-rank queries.
+    bias: bool = False  # The projections q_a, kv_a and o have a bias.
+    indexer: Indexer | None = None  # None: a query attends to all tokens before it.
+    query_growth: QueryGrowth | None = None  # Growth of the queries with their position, after RoPE.
+    gate_per_head: bool = False  # The projection o reads the attended values * sigmoid(gate x), one number per head.
     causal: ClassVar[bool] = True
+    divided: ClassVar[str] = "query heads"
     lora_targets: ClassVar[tuple[str, ...]] = ("q", "q_a", "q_b", "kv_a", "gate", "o")
 
     def __post_init__(self) -> None:
@@ -118,10 +119,6 @@ class LatentAttention(MixerBase):
     def max_ranks(self) -> int:
         """Most tensor-parallel ranks that can share the mixer."""
         return self.heads
-
-    def indivisible(self, ranks: int) -> str | None:
-        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
-        return f"{self.heads} query heads" if self.heads % ranks else None
 
     def half_split_orders(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
         """Yield the parameters of queries and rotary keys, and the order that makes their channels half-split.

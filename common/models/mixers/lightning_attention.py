@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from pagoda.common.models.mixers.base import MixerBase
 from pagoda.common.models.mixers.caches import CacheSpec, StateCache
 from pagoda.common.models.mixers.work import MixerWork
@@ -26,14 +29,15 @@ class LightningAttention(MixerBase):
     """
 
     head_dim: int
-    slopes: tuple[float, ...]  # one per head
+    slopes: tuple[float, ...]  # One slope per head.
     norm: Norm
-    groups: int = 1  # consecutive heads / groups of them are normalised together
+    groups: int = 1  # Each group of consecutive heads is normalised together.
     scale: float = 1.0
-    silu: bool = True  # False: q, k and v without it
-    qk_norm: Norm | None = None  # of each head of q and k, before RoPE
-    rope: Rope | None = None  # of q and k
+    silu: bool = True  # False: q, k and v have no SiLU.
+    qk_norm: Norm | None = None  # Norm of each head of q and k, before RoPE.
+    rope: Rope | None = None  # RoPE of q and k.
     causal: ClassVar[bool] = True
+    divided: ClassVar[str] = "linear attention heads"
     lora_targets: ClassVar[tuple[str, ...]] = ("q", "k", "v", "gate", "o")
 
     def __post_init__(self) -> None:
@@ -72,6 +76,9 @@ class LightningAttention(MixerBase):
         """Most tensor-parallel ranks that can share the mixer."""
         return self.heads
 
-    def indivisible(self, ranks: int) -> str | None:
-        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
-        return f"{self.heads} linear attention heads" if self.heads % ranks else None
+    def half_split_orders(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """Yield the parameters of query and key heads, and the order that makes their channels half-split."""
+        if self.rope is not None and self.rope.interleaved:
+            order = self.rope.half_split_order(after=self.head_dim - self.rope.dim)
+            for part in ("q", "k", "q_norm", "k_norm"):
+                yield part, order

@@ -28,12 +28,13 @@ class Mamba(MixerBase):
 
     channels: int
     state_dim: int
-    step_rank: int  # channels of step_a v
-    taps: int  # of the convolution: a token and the taps - 1 before it
-    part_norm: Norm | None  # of step_a v, b v and c v
-    bias: bool = False  # of v, gate and o
+    step_rank: int  # Channels of step_a v.
+    taps: int  # The convolution reads a token and the taps - 1 before it.
+    part_norm: Norm | None  # Norm of step_a v, b v and c v.
+    bias: bool = False  # The projections v, gate and o have a bias.
     conv_bias: bool = True
     causal: ClassVar[bool] = True
+    divided: ClassVar[str] = "state space channels"
     lora_targets: ClassVar[tuple[str, ...]] = ("v", "gate", "o")
 
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -62,7 +63,3 @@ class Mamba(MixerBase):
     def max_ranks(self) -> int:
         """Most tensor-parallel ranks that can share the mixer."""
         return self.channels
-
-    def indivisible(self, ranks: int) -> str | None:
-        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
-        return f"{self.channels} state space channels" if self.channels % ranks else None

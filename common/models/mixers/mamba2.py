@@ -27,14 +27,14 @@ class Mamba2(MixerBase):
     The mixer returns o norm(output * silu(gate x)), the norm over the channels of each group by itself.
     """
 
-    heads: int  # consecutive heads / groups of them read the same b and c
+    heads: int  # The heads of a group are consecutive and read the same b and c.
     head_dim: int
     groups: int
     state_dim: int
-    taps: int  # of the convolution: a token and the taps - 1 before it
+    taps: int  # The convolution reads a token and the taps - 1 before it.
     norm: Norm | None  # None: o reads output * silu(gate x)
-    norm_before_gate: bool = False  # o reads norm(output) * silu(gate x)
-    bias: bool = False  # of the linear layers
+    norm_before_gate: bool = False  # The projection o reads norm(output) * silu(gate x).
+    bias: bool = False  # The linear layers have a bias.
     conv_bias: bool = True
     step_limit: tuple[float, float] = (0.0, math.inf)
     causal: ClassVar[bool] = True

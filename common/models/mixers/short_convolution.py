@@ -17,9 +17,10 @@ class ShortConvolution(MixerBase):
     """A short causal convolution between two gates (LFM2): o (c x * convolution(b x * v x)), each channel by itself."""
 
     channels: int
-    taps: int  # a token and the taps - 1 before it
-    bias: bool = False  # of the linear layers and the convolution
+    taps: int  # The convolution reads a token and the taps - 1 before it.
+    bias: bool = False  # The linear layers and the convolution have a bias.
     causal: ClassVar[bool] = True
+    divided: ClassVar[str] = "channels of the convolution"
     lora_targets: ClassVar[tuple[str, ...]] = ("b", "c", "v", "o")
 
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -41,7 +42,3 @@ class ShortConvolution(MixerBase):
     def max_ranks(self) -> int:
         """Most tensor-parallel ranks that can share the mixer."""
         return self.channels
-
-    def indivisible(self, ranks: int) -> str | None:
-        """Return what does not divide evenly over tensor-parallel ranks; None if everything does."""
-        return f"{self.channels} channels of the convolution" if self.channels % ranks else None

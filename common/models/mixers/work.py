@@ -13,11 +13,11 @@ class MixerWork:
     which a step reads and writes once per sequence, is that of the mixer's `StateCache`.
     """
 
-    pair_flops: int = 0  # per pair, of sequences with one token
-    prefill_pair_flops: int = 0  # per pair, of sequences with several tokens, where another formula is cheaper
-    read_elements: int = 0  # of the cache, per attended token and sequence
-    kv_heads: int = 1  # that the read elements are divided among: more ranks than these hold copies
-    span: int | None = None  # tokens that a query attends to at most; None: all before it
-    scan_flops: int = 0  # per query and token before it, attended or not: scores by which tokens are selected
-    scan_elements: int = 0  # of the cache, per token of the context: what is scored
-    token_flops: int = 0  # per token, in float32: a recurrence
+    pair_flops: int = 0  # FLOP per pair of query and token, of sequences with one token.
+    prefill_pair_flops: int = 0  # FLOP per pair, of sequences with several tokens, where another formula is cheaper.
+    read_elements: int = 0  # Elements that are read of the cache, per attended token and sequence.
+    kv_heads: int = 1  # Heads that share the read elements: on more ranks than these some hold copies.
+    span: int | None = None  # Maximum number of tokens that a query attends to; None: all before it.
+    scan_flops: int = 0  # FLOP per query and token before it, attended or not: scores that select tokens.
+    scan_elements: int = 0  # Elements of the cache that are scored, per token of the context.
+    token_flops: int = 0  # FLOP of a recurrence in float32, per token.

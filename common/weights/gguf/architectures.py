@@ -43,8 +43,8 @@ def hf_config(file: GgufFile) -> Config:
 def generation_config(file: GgufFile) -> Config:
     """Return the end-of-text ids: those in the metadata, and control tokens known to end a chat message."""
     metadata = file.metadata
-    named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
-    ends = dict.fromkeys(token for token in named if isinstance(token, int))
+    token_ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+    ends = dict.fromkeys(token for token in token_ids if isinstance(token, int))
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     types = metadata.get("tokenizer.ggml.token_type", [])
     control = {tokens[i]: i for i, kind in enumerate(types) if kind == _CONTROL and tokens[i] in _END_OF_MESSAGE}
@@ -57,7 +57,7 @@ def generation_config(file: GgufFile) -> Config:
     return {**ids, "eos_token_id": list(ends)} if ends else ids
 
 
-_CONTROL: Final = 3  # the value of tokenizer.ggml.token_type for control tokens
+_CONTROL: Final = 3  # The value of tokenizer.ggml.token_type for control tokens.
 _HARMONY: Final = frozenset({"<|return|>", "<|call|>"})
 _END_OF_MESSAGE: Final = _HARMONY | {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>"}
 

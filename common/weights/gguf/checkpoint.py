@@ -24,7 +24,8 @@ from pagoda.common.weights.gguf.dequantize import stored_dtype
 from pagoda.common.weights.gguf.file import GgufFile, GgufTensor
 from pagoda.common.weights.gguf.layouts import RowChange, changes, latent_heads
 from pagoda.common.weights.gguf.names import CONFIG_TENSORS, NUMBERS, pattern, weight_rules, with_rules
-from pagoda.common.weights.quantization.tensors import Blocks, Floats, QuantizedTensor, Scheme, Value, scaled
+from pagoda.common.weights.quantization.schemes import Scheme
+from pagoda.common.weights.quantization.tensors import Floats, QuantizedTensor, Value, scaled
 
 _LATENT_KEYS = ".attn_k_b."
 _LATENT_VALUES = ".attn_v_b."
@@ -94,7 +95,7 @@ class GgufCheckpoint:
         """Schemes of the tensors of blocks. From the file's head."""
         tensors = self._tensors or self._weights()
         kept = self._blocks or frozenset(self._kept(tensors))
-        return {info.name: Blocks(info.type) for info in tensors if info.name in kept}
+        return {info.name: self.file.block_scheme(info.name) for info in tensors if info.name in kept}
 
     def _drafts(self, name: str) -> bool:
         """Whether a tensor belongs to a layer after the last one, which only proposes drafts."""

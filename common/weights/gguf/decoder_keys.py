@@ -10,7 +10,7 @@ from typing import Any, Final
 from pagoda.common.errors import ModelError
 from pagoda.common.weights.gguf.metadata import Config, Metadata, has_tensor, rope, rows
 
-SIGMOID: Final = 2  # the value of expert_gating_func for a sigmoid
+SIGMOID: Final = 2  # The value of expert_gating_func for a sigmoid.
 RMS: Final = "attention.layer_norm_rms_epsilon"
 LAYER: Final = "attention.layer_norm_epsilon"
 KV_HEADS: Final = "attention.head_count_kv"
@@ -60,16 +60,16 @@ class DecoderKeys:
 
     architecture: str
     model_type: str
-    epsilon: tuple[str, str] = ("rms_norm_eps", RMS)  # config key and metadata key of the norms' epsilon
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # config values that the architecture implies
-    values: Mapping[str, Value] = field(default_factory=dict)  # config key -> the metadata that has its value
-    present: Mapping[str, str] = field(default_factory=dict)  # config key -> the tensor whose presence makes it true
-    absent: tuple[str, ...] = ()  # config keys that the architecture does not have
-    ignored: tuple[str, ...] = ()  # metadata keys that say nothing new
-    partial: bool = False  # RoPE may cover a part of each head
-    theta: float = 10000.0  # RoPE base if the file states none
-    some_layers: bool = False  # values per layer are 0 for layers without the mechanism
-    more: Callable[[Metadata, Config], Config] | None = None  # returns further config keys from those so far
+    epsilon: tuple[str, str] = ("rms_norm_eps", RMS)  # Config key and metadata key of the norms' epsilon.
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # Config values that the architecture implies.
+    values: Mapping[str, Value] = field(default_factory=dict)  # Config key -> the metadata that has its value.
+    present: Mapping[str, str] = field(default_factory=dict)  # Config key -> the tensor whose presence makes it true.
+    absent: tuple[str, ...] = ()  # Config keys that the architecture does not have.
+    ignored: tuple[str, ...] = ()  # Metadata keys that say nothing new.
+    partial: bool = False  # RoPE may cover a part of each head.
+    theta: float = 10000.0  # Base of RoPE if the file states none.
+    some_layers: bool = False  # Values per layer are 0 for layers without the mechanism.
+    more: Callable[[Metadata, Config], Config] | None = None  # Returns further config keys from those so far.
 
     def __call__(self, metadata: Metadata) -> Config:
         metadata = metadata.of_some_layers() if self.some_layers else metadata

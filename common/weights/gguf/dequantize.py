@@ -23,7 +23,7 @@ from pagoda.common.weights.files import array_at
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-_CHUNK = 1 << 17  # elements per chunk: 512 KiB of float32, which fits the L2 cache
+_CHUNK = 1 << 17  # Elements per chunk: 512 KiB of float32, which fits the L2 cache.
 
 
 @dataclass(frozen=True, slots=True)

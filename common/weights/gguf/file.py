@@ -20,13 +20,14 @@ import numpy.typing as npt
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.files import map_file
 from pagoda.common.weights.gguf.dequantize import BlockType, block_type, can_dequantize, dequantize
-from pagoda.common.weights.quantization.tensors import Blocks, QuantizedTensor
+from pagoda.common.weights.quantization.schemes import Blocks
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT = 32
-_MAX_ELEMENTS = 1 << 48  # largest size of a dimension; with an empty dimension the product checks nothing
+_MAX_ELEMENTS = 1 << 48  # Largest size of a dimension; with an empty dimension the product checks nothing.
 
 SPLIT_NAME: Final = re.compile(r"-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
 """End of the name of one part of a split model."""
@@ -42,10 +43,10 @@ class GgufTensor:
     """Location of a tensor in the file."""
 
     name: str
-    shape: tuple[int, ...]  # in numpy's order (rows first)
+    shape: tuple[int, ...]  # The order is that of numpy: rows first.
     type: BlockType
-    offset: int  # bytes
-    size: int  # bytes
+    offset: int  # Bytes after the header.
+    size: int  # Size in bytes.
 
 
 class GgufFile:
@@ -78,7 +79,11 @@ class GgufFile:
         """Return a tensor of blocks, a view of the file. Raises as `tensor`."""
         *rows, _ = self.tensors[name].shape
         data = self._bytes(name).reshape(*rows, -1)
-        return QuantizedTensor(Blocks(self.tensors[name].type), data, np.empty(0, np.float32), ())
+        return QuantizedTensor(self.block_scheme(name), data, np.empty(0, np.float32), ())
+
+    def block_scheme(self, name: str) -> Blocks:
+        """Return the scheme of `blocks` of a name. Raises KeyError for an unknown one."""
+        return Blocks(self.tensors[name].type)
 
     def _bytes(self, name: str) -> npt.NDArray[np.uint8]:
         part = self._parts[name]
@@ -102,13 +107,13 @@ class _Part:
 
 def _all_parts(opened: _Part, count: int) -> list[_Part]:
     """Open the other parts of a split model, which lie beside this one; the first has the metadata."""
-    named = SPLIT_NAME.search(opened.path.name)
-    if named is None or int(named["count"]) != count:
+    split_name = SPLIT_NAME.search(opened.path.name)
+    if split_name is None or int(split_name["count"]) != count:
         raise WeightError(
             f"{opened.path}: is one of {count} parts of a split model, but is not named NAME-00001-of-{count:05}.gguf; "
             "give the parts their names again, or merge them (llama-gguf-split --merge)"
         )
-    stem = opened.path.name[: named.start()]
+    stem = opened.path.name[: split_name.start()]
     paths = [opened.path.with_name(f"{stem}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
     return [opened if path == opened.path else _Part(path) for path in paths]
 
@@ -217,20 +222,22 @@ class _Reader:
     def _strings(self, count: int) -> list[str]:
         # Start-up hot loop (two strings per vocabulary entry): bounds are checked by unpack_from and once at the end.
         buffer = self._buffer
-        at = self._at
+        offset = self._at
         length_of = struct.Struct("<Q").unpack_from
         result = []
         try:
             for _ in range(count):
-                (length,) = length_of(buffer, at)
-                at += 8 + length
-                result.append(str(buffer[at - length : at], "utf-8"))
+                (length,) = length_of(buffer, offset)
+                offset += 8 + length
+                result.append(str(buffer[offset - length : offset], "utf-8"))
         except (struct.error, OverflowError):
             self._take(self._file_size)  # The text ran past the end of the file: this raises.
         except UnicodeDecodeError as error:
-            self._take(at - self._at)  # This raises if the end of the file cuts the string.
-            raise WeightError(f"{self._path}: corrupt: a string near byte {at} is not UTF-8 ({error.reason})") from None
-        self._take(at - self._at)
+            self._take(offset - self._at)  # This raises if the end of the file cuts the string.
+            raise WeightError(
+                f"{self._path}: corrupt: a string near byte {offset} is not UTF-8 ({error.reason})"
+            ) from None
+        self._take(offset - self._at)
         return result
 
     def _value(self, kind: int) -> Any:

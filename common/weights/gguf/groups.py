@@ -30,10 +30,11 @@ from pagoda.common.weights.gguf.dequantize import (
     scales_and_minima,
 )
 from pagoda.common.weights.gguf.grids import GRID_FORMATS, GridFormat
-from pagoda.common.weights.quantization.tensors import Blocks, Int4, Int8, Mxfp4, Nvfp4, QuantizedTensor
+from pagoda.common.weights.quantization.schemes import Blocks, Int4, Int8, Mxfp4, Nvfp4, ScaledScheme, Scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
-_CHUNK: Final = 1 << 18  # elements converted at a time
-_INT4_ZERO: Final = 8  # added to numbers of 4 bits before they are stored
+_CHUNK: Final = 1 << 18  # Elements converted at a time.
+_INT4_ZERO: Final = 8  # Added to numbers of 4 bits before they are stored.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,17 @@ class GroupFormat:
     """How a block type becomes numbers with scales: what `as_groups` returns for it."""
 
     scheme: Int4 | Int8 | Mxfp4 | Nvfp4
-    numbers: Callable[[Bytes, npt.NDArray[Any]], None]  # unsigned numbers of blocks [n, bytes] -> out [n, elements]
-    scales: Callable[[Bytes], Floats]  # blocks -> [n, groups]
-    bits: int  # bits of an unsigned number
-    zero: int = 0  # number whose value is 0, or the offset
-    offsets: Callable[[Bytes], Floats] | None = None  # blocks -> [n, groups], the value of number `zero`
+    numbers: Callable[[Bytes, npt.NDArray[Any]], None]  # Unsigned numbers of blocks [n, bytes] -> out [n, elements].
+    scales: Callable[[Bytes], Floats]  # Blocks -> [n, groups].
+    bits: int  # Bits of an unsigned number.
+    zero: int = 0  # The number whose value is 0, or the offset.
+    offsets: Callable[[Bytes], Floats] | None = None  # Blocks -> [n, groups], the value of number `zero`.
+
+    @property
+    def group(self) -> int:
+        """Elements that share a scale."""
+        assert isinstance(self.scheme.group, tuple)
+        return self.scheme.group[1]
 
 
 def _q4_1_offset(blocks: Bytes) -> Floats:
@@ -185,36 +192,41 @@ def group_format(kind: BlockType) -> GroupFormat | None:
     return _FORMATS.get(kind.name)
 
 
+def scheme_in_groups(scheme: Scheme) -> ScaledScheme | None:
+    """Return the scheme of a matrix after `as_groups`, None for blocks that it does not convert."""
+    if isinstance(scheme, ScaledScheme):
+        return scheme
+    form = group_format(scheme.kind)
+    return None if form is None else form.scheme
+
+
 def write_values(blocks: Bytes, kind: BlockType, out: Floats) -> None:
     """Write the values of blocks [n, bytes] of a type whose groups are `Int4` or `Int8` to `out` [n, elements]."""
     form = _FORMATS[kind.name]
-    group = form.scheme.group[1]
-    assert isinstance(group, int)
     numbers = np.empty((len(blocks), kind.elements), np.uint8)
     form.numbers(blocks, numbers)
     numbers -= np.uint8(form.zero)
-    groups = out.reshape(len(blocks), -1, group)
+    groups = out.reshape(len(blocks), -1, form.group)
     np.multiply(numbers.view(np.int8).reshape(groups.shape), form.scales(blocks)[..., None], out=groups)
     if form.offsets is not None:
         groups += form.offsets(blocks)[..., None]
 
 
 def as_groups(tensor: QuantizedTensor) -> QuantizedTensor | None:
-    """Return blocks as `Int4`, `Int8`, `Mxfp4` or `Nvfp4` numbers with scales per group; None for types unknown here.
+    """Return blocks as numbers of 4 or 8 bits with scales per group; None for types unknown here.
 
-    The numbers take 4 or 8 bits.
+    A matrix of numbers with scales is returned as it is.
     """
-    assert isinstance(tensor.scheme, Blocks), "only blocks are converted"
+    if not isinstance(tensor.scheme, Blocks):
+        return tensor
     kind = tensor.scheme.kind
     form = group_format(kind)
     if form is None:
         return None
     blocks = tensor.data.reshape(-1, kind.bytes)
-    half_bytes = not isinstance(form.scheme, Int8)
+    half_bytes = form.scheme.numbers != "int8"
     data = np.empty((len(blocks), kind.elements // (2 if half_bytes else 1)), np.uint8)
-    group = form.scheme.group[1]
-    assert isinstance(group, int)
-    scales = np.empty((len(blocks), kind.elements // group), np.float32)
+    scales = np.empty((len(blocks), kind.elements // form.group), np.float32)
     offsets = None if form.offsets is None else np.empty_like(scales)
     step = _CHUNK // kind.elements
     for start in range(0, len(blocks), step):
@@ -235,6 +247,6 @@ def as_groups(tensor: QuantizedTensor) -> QuantizedTensor | None:
         scheme=form.scheme,
         data=(data if half_bytes else data.view(np.int8)).reshape(*rows, -1),
         scales=scales.reshape(*rows, -1),
-        group_shape=(*[1] * len(rows), group),
+        group_shape=(*[1] * len(rows), form.group),
         offsets=None if offsets is None else offsets.reshape(*rows, -1),
     )

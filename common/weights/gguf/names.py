@@ -226,7 +226,7 @@ def with_rules(family: Family, rules: tuple[Rule, ...]) -> Family:
         if isinstance(rule, Zeros):
             kept.append(rule)
         elif isinstance(rule, TokenRows):
-            kept.append(replace(rule, source=_HEAD if rule.whole is None else _TABLE))
+            kept.append(replace(rule, source=_HEAD if rule.table is None else _TABLE))
     pools = all(head in family.ignored for head in family.heads)
     return replace(family, rules=(*kept, *rules), ignored=_POOLING_HEADS if pools else (_HEAD,))
 

@@ -29,10 +29,10 @@ _WRAPPER: Final = ".base_layer"
 class ExpertParameter:
     """A parameter of a checkpoint that has all experts' matrices."""
 
-    name: str  # name of the tensor in the base model
+    name: str  # Name of the tensor in the base model.
     rule: Rename | Split
-    params: tuple[Param, ...]  # parameters that the tensor fills, [E, F, D] each
-    stores_inputs_first: bool | None  # None: the shape decides
+    params: tuple[Param, ...]  # Parameters that the tensor fills, [E, F, D] each.
+    stores_inputs_first: bool | None  # None: the shape decides.
 
     @property
     def experts(self) -> int:
@@ -50,11 +50,11 @@ class ExpertParameter:
         `reads_inputs`: lora_A has the inputs, whatever the parameter's layout. Raises ModelError if neither that nor
         the shapes tell which side has them.
         """
-        first = a.reshape(self.experts, -1, a.shape[1])  # [E, R, x]
-        second = b.reshape(len(b), -1, self.experts).transpose(2, 1, 0)  # [E, R, y]
+        first = a.reshape(self.experts, -1, a.shape[1])  # Shape [E, R, x].
+        second = b.reshape(len(b), -1, self.experts).transpose(2, 1, 0)  # Shape [E, R, y].
         inputs_first = self._inputs_first(a.shape[1], len(b), reads_inputs)
         down, up = (first, second) if inputs_first else (second, first)
-        rows = up.swapaxes(1, 2)  # [E, F of all, R]
+        rows = up.swapaxes(1, 2)  # Shape [E, F of all, R].
         split: list[tuple[str, Any]]
         if isinstance(self.rule, Rename):
             split = [(self.params[0].name, rows)]
@@ -77,7 +77,7 @@ class ExpertParameter:
 
 
 def expert_parameter(
-    module: str, shape: tuple[int, int], names: Sequence[str], rules: Sequence[Rule], known: Mapping[str, Param]
+    module: str, shape: tuple[int, int], names: Sequence[str], rules: Sequence[Rule], params: Mapping[str, Param]
 ) -> ExpertParameter | None:
     """Return the parameter that a wrapper adapts; None if it is that of an ordinary module.
 
@@ -89,10 +89,11 @@ def expert_parameter(
     while stem.endswith(_WRAPPER):
         stem = stem.removesuffix(_WRAPPER)
     for name in names:
-        for among in (rules, FUSED_EXPERT_RULES):  # transformers stacks experts that checkpoints have one by one
-            match = match_tensor(among, f"{stem}.{name}", known)
-            found = None if match is None else _parameter(f"{stem}.{name}", match, known, own=among is rules)
-            candidates += [] if found is None else [found]
+        # The code of transformers stacks experts that checkpoints have one by one.
+        for among in (rules, FUSED_EXPERT_RULES):
+            match = match_tensor(among, f"{stem}.{name}", params)
+            parameter = None if match is None else _parameter(f"{stem}.{name}", match, params, of_family=among is rules)
+            candidates += [] if parameter is None else [parameter]
     if not candidates:
         return None
     for candidate in candidates:
@@ -105,12 +106,14 @@ def expert_parameter(
     )
 
 
-def _parameter(name: str, match: TensorMatch, known: Mapping[str, Param], *, own: bool) -> ExpertParameter | None:
-    params = tuple(known[target] for target in match.targets)
+def _parameter(
+    name: str, match: TensorMatch, known_params: Mapping[str, Param], *, of_family: bool
+) -> ExpertParameter | None:
+    params = tuple(known_params[target] for target in match.targets)
     if not isinstance(match.rule, Rename | Split) or any(len(param.shape) != 3 for param in params):
         return None
     transpose = match.rule.transpose
-    first = transpose if isinstance(transpose, bool) else None if own else False
+    first = transpose if isinstance(transpose, bool) else None if of_family else False
     return ExpertParameter(name, match.rule, params, first)
 
 

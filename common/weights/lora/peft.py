@@ -33,7 +33,7 @@ _WEIGHT_FILES: Final = (("adapter_model.safetensors", SafetensorsFile), ("adapte
 _PREFIX: Final = "base_model.model."
 _PARTS: Final = re.compile(r"^(.*)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$")
 _EMBEDDING: Final = "lora_embedding_"
-_LARGEST: Final = 65504.0  # the largest float16
+_LARGEST: Final = 65504.0  # The largest float16.
 
 # Keys of adapter_config.json that say nothing about what the adapter computes, or that its tensors say again.
 _HARMLESS: Final = frozenset(
@@ -58,27 +58,27 @@ NumberT = TypeVar("NumberT", int, float)
 class BaseModel:
     """What an adapter is read for."""
 
-    rules: Sequence[Rule]  # rules for the names of the checkpoint's tensors
-    params: Mapping[str, Param]  # parameters of the model
-    adaptable: Mapping[str, Param]  # parameters that an adapter may change
-    max_rank: int  # value of --max-lora-rank
+    rules: Sequence[Rule]  # Rules for the names of the checkpoint's tensors.
+    params: Mapping[str, Param]  # Parameters of the model.
+    adaptable: Mapping[str, Param]  # Parameters that an adapter may change.
+    max_rank: int  # Value of --max-lora-rank.
 
 
 @dataclass(frozen=True, slots=True)
 class _Config:
     rank: int
     alpha: float
-    rank_stabilised: bool  # the scale is alpha / sqrt(rank) instead of alpha / rank
-    ranks: Mapping[str, int]  # pattern of module names -> rank
+    rank_stabilised: bool  # The scale is alpha / sqrt(rank) instead of alpha / rank.
+    ranks: Mapping[str, int]  # Pattern of module names -> rank.
     alphas: Mapping[str, float]
-    parameters: tuple[str, ...]  # last parts of the names in target_parameters
-    reads_inputs: bool  # lora_A of a parameter has its inputs, see `expert_parameters`
+    parameters: tuple[str, ...]  # Last parts of the names in target_parameters.
+    reads_inputs: bool  # The matrix lora_A of a parameter has its inputs, see `expert_parameters`.
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of a module's product, whose matrices have that rank. Raises ModelError for another one."""
-        stated = _by_pattern(self.ranks, module, self.rank)
-        if stated != rank:
-            raise ModelError(f"{CONFIG_FILE}: r is {stated} for {module}, its matrices have {rank}")
+        rank_of_module = _by_pattern(self.ranks, module, self.rank)
+        if rank_of_module != rank:
+            raise ModelError(f"{CONFIG_FILE}: r is {rank_of_module} for {module}, its matrices have {rank}")
         alpha = _by_pattern(self.alphas, module, self.alpha)
         return alpha / (sqrt(rank) if self.rank_stabilised else rank)
 
@@ -190,8 +190,8 @@ def _open(folder: Path) -> WeightFile:
 
 def _check_other(name: str, file: WeightFile, base: BaseModel) -> None:
     """Raise ModelError for a tensor that is no LoRA matrix, unless it is a copy of the base model's embeddings."""
-    module, found, _ = name.removeprefix(_PREFIX).partition(".base_layer.weight")
-    if not found:
+    module, separator, _ = name.removeprefix(_PREFIX).partition(".base_layer.weight")
+    if not separator:
         raise ModelError(f"{file.path}: tensor {name} is no LoRA matrix; merge the adapter into the checkpoint")
     shape = file.tensor(name).shape
     match = match_tensor(base.rules, f"{module}.weight", {**base.params, **base.adaptable})

@@ -27,8 +27,8 @@ class LowRank:
     The embedding table is a matrix [V, D], too: row b[t] a is added to the embedding of token t.
     """
 
-    a: Float32  # [R, D] or [E, R, D]
-    b: Float32  # [F, R] or [E, F, R], multiplied by the adapter's scale
+    a: Float32  # Shape [R, D] or [E, R, D].
+    b: Float32  # Shape [F, R] or [E, F, R], multiplied by the adapter's scale.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ class AdapterWeights:
     are its keys the product of `k` is there again as that of `v`.
     """
 
-    rank: int  # R of every matrix, one of LORA_RANKS: smaller ones are padded with zeros
+    rank: int  # The R of every matrix, one of LORA_RANKS: smaller ones are padded with zeros.
     matrices: Mapping[str, LowRank]
 
     @property
@@ -52,10 +52,10 @@ class AdapterWeights:
 class LoraOptions:
     """The slots for adapters that a backend is created with."""
 
-    slots: int  # adapters that steps may mix
-    max_rank: int  # the largest rank of an adapter, one of LORA_RANKS
-    dtype: str  # data type of the adapters' matrices in the slots, not `auto`
-    fully_sharded: bool = False  # a is sharded over tensor-parallel devices, too
+    slots: int  # Number of adapters that steps may mix.
+    max_rank: int  # The largest rank of an adapter, one of LORA_RANKS.
+    dtype: str  # Data type of the adapters' matrices in the slots, not `auto`.
+    fully_sharded: bool = False  # The matrix a is sharded over tensor-parallel devices, too.
 
 
 def adaptable(spec: ModelSpec) -> dict[str, Param]:

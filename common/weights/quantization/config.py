@@ -16,12 +16,8 @@ import numpy as np
 from pagoda.common.errors import ModelError
 from pagoda.common.models.family import Rule
 from pagoda.common.models.primitives import Param
-from pagoda.common.weights.quantization.tensors import (
-    Array,
-    Blocks,
-    Scheme,
-    Value,
-)
+from pagoda.common.weights.quantization.schemes import ScaledScheme
+from pagoda.common.weights.quantization.tensors import Array, Value
 
 _REGEX: Final = "re:"
 EMBEDDINGS: Final = ("embed", "positions", "token_types")
@@ -40,7 +36,7 @@ class LayerGroup:
     """Linear layers with one scheme."""
 
     targets: tuple[str, ...]  # `Linear` (all), names, or `re:` patterns of names
-    scheme: Scheme  # with `WHOLE_ROW` in place of the number of inputs
+    scheme: ScaledScheme  # with `WHOLE_ROW` in place of the number of inputs
     parts: frozenset[str]  # last parts of the names of a layer's tensors
     dtype: np.dtype[Any] | None = None  # data type of `weight` if dense layers have that part, too; None: any
     optional: frozenset[str] = frozenset()  # parts that some files leave out
@@ -70,7 +66,7 @@ class QuantizationConfig:
     @property
     def names(self) -> tuple[str, ...]:
         """Values of --quantization that name this quantisation."""
-        numbers = {group.scheme.name for group in self.groups if not isinstance(group.scheme, Blocks)}
+        numbers = {group.scheme.name for group in self.groups}
         return tuple(dict.fromkeys((self.method, *self.aliases, *(numbers if len(numbers) == 1 else ()))))
 
     @property
@@ -96,7 +92,7 @@ class QuantizationConfig:
                 return group
         return None
 
-    def scheme(self, module: str) -> Scheme | None:
+    def scheme(self, module: str) -> ScaledScheme | None:
         """Return the scheme of the linear layer `module`; None: not quantised."""
         group = self.group(module)
         return None if group is None else group.scheme
@@ -185,7 +181,7 @@ def parameter_schemes(
     params: Mapping[str, Param],
     sources: Mapping[str, Sequence[tuple[Rule, str]]],
     stored: Collection[str] = (),
-) -> dict[str, Scheme]:
+) -> dict[str, ScaledScheme]:
     """Return the scheme of each quantised parameter.
 
     `sources`: per parameter the rules that fill it and the tensor names that they read (see `rules.sources`). A
@@ -194,7 +190,7 @@ def parameter_schemes(
     dense.
     """
     modules = _quantised_modules(config, stored)
-    schemes: dict[str, Scheme] = {}
+    schemes: dict[str, ScaledScheme] = {}
     for name, param in params.items():
         if len(param.shape) < 2 or name in EMBEDDINGS:
             continue
@@ -221,7 +217,7 @@ def _quantised_modules(config: QuantizationConfig, stored: Collection[str]) -> f
     return frozenset(module for module, part in split if part in parts and part != WEIGHT)
 
 
-def _source_scheme(config: QuantizationConfig, source: str, modules: frozenset[str] | None) -> Scheme | None:
+def _source_scheme(config: QuantizationConfig, source: str, modules: frozenset[str] | None) -> ScaledScheme | None:
     module = source.removesuffix(config.suffix)
     if modules is not None and modules.isdisjoint((module, module.partition(".")[2])):  # Names have `model.` or not.
         return None

@@ -18,7 +18,8 @@ from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import BFLOAT16, to_bfloat16, to_float32
 from pagoda.common.weights.quantization.config import EMBEDDINGS
 from pagoda.common.weights.quantization.on_the_fly import is_matrix, quantize, rounded_int4, scheme_of
-from pagoda.common.weights.quantization.tensors import Array, Floats, Int4, QuantizedTensor, Value
+from pagoda.common.weights.quantization.schemes import int4_group
+from pagoda.common.weights.quantization.tensors import Array, Floats, QuantizedTensor, Value
 from pagoda.common.weights.rules import TensorUse, stored_tensors
 from pagoda.common.weights.safetensors import write_safetensors
 
@@ -180,8 +181,8 @@ class _Rounding:
         Experts have no zero points: few versions of few engines multiply such.
         """
         matrices = [param for param in params.values() if is_matrix(param)]
-        schemes = [scheme_of("int4", param.shape[-1]) for param in matrices]
-        group = min((scheme.group[1] for scheme in schemes if isinstance(scheme, Int4)), default=1)
+        groups = [int4_group(param.shape[-1]) for param in matrices]
+        group = min((group for group in groups if group is not None), default=1)
         symmetric = method != "int4" or any(".experts." in param.name for param in matrices)
         return cls(method, group, symmetric)
 

@@ -18,7 +18,7 @@ class LoadLoRAAdapterRequest(RequestBody):
 
 
 class UnloadLoRAAdapterRequest(RequestBody):
-    """The adapter to serve no longer. `lora_int_id` is not needed: names are unique."""
+    """The adapter to stop serving. `lora_int_id` is not needed: names are unique."""
 
     lora_name: str
     lora_int_id: int | None = None
@@ -39,7 +39,7 @@ async def load_lora_adapter(request: Request) -> Response:
 
 @router.post("/v1/unload_lora_adapter", response_model=None)
 async def unload_lora_adapter(request: Request) -> Response:
-    """Serve a LoRA adapter no longer; its running requests go on."""
+    """Stop serving a LoRA adapter; its running requests continue."""
     state = server_of(request)
     body = await read_body(request, UnloadLoRAAdapterRequest, state.config)
     state.llm()

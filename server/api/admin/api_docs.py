@@ -12,12 +12,12 @@ from pagoda.server.api.admin.chat_page import page_response
 
 PAGE: Final = Path(__file__).with_name("api_docs.html")
 
-router = APIRouter(include_in_schema=False)  # without --disable-fastapi-docs
+router = APIRouter(include_in_schema=False)  # Included without --disable-fastapi-docs.
 
 
 @router.get("/docs", response_model=None)
 @router.get("/redoc", response_model=None)
 async def api_docs(request: Request) -> Response:
-    """Return the page."""
+    """Return the page that lists the routes and fields of this server, and sends requests."""
     prefix = request.scope.get("root_path", "")
     return page_response(PAGE.read_text(encoding="utf-8").replace("/openapi.json", f"{prefix}/openapi.json"))

@@ -53,7 +53,7 @@ async def abort_requests(request: Request) -> Response:
     body = await read_body(request, AbortRequest, state.config)
     ids = set(body.request_ids)
     llm = state.llm()
-    await llm.abort([each for each in llm.request_ids if ids & _client_ids(each)])
+    await llm.abort([request_id for request_id in llm.request_ids if ids & _client_ids(request_id)])
     return Response(status_code=200)
 
 

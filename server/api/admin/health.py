@@ -57,7 +57,7 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": content_type, "vary": "accept"})
 
 
-load_router = APIRouter(tags=["load"])  # --enable-server-load-tracking
+load_router = APIRouter(tags=["load"])  # Included with --enable-server-load-tracking.
 
 
 @load_router.get("/load")

@@ -137,7 +137,7 @@ def _tokenizer(state: ServerState) -> Tokenizer:
     return tokenizer
 
 
-tokenizer_info_router = APIRouter(tags=["tokenizer"])  # --enable-tokenizer-info-endpoint
+tokenizer_info_router = APIRouter(tags=["tokenizer"])  # Included with --enable-tokenizer-info-endpoint.
 
 
 @tokenizer_info_router.get("/tokenizer_info")

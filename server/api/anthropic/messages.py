@@ -15,7 +15,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.api.anthropic.request import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from pagoda.server.api.chat_prompt import prepare
-from pagoda.server.http.body import note_ignored, read_body
+from pagoda.server.http.body import note_ignored
 from pagoda.server.http.errors import (
     LOST,
     REQUEST_ID_HEADER,
@@ -27,7 +27,7 @@ from pagoda.server.http.errors import (
 from pagoda.server.http.generation import Generation, num_prompt_tokens
 from pagoda.server.http.preview import PreviewOptions, preview
 from pagoda.server.http.response import EventStyle, json_response, named_event, respond
-from pagoda.server.http.state import model_of, server_of
+from pagoda.server.http.state import read_for_model
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.output_parser import DeltaParser
 from pagoda.server.parsers.parser import BlockBuilder, BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock
@@ -41,8 +41,8 @@ Event = dict[str, Any]
 @dataclass(slots=True)
 class _ContentBlock:
     block: OutputBlock
-    id: str  # for tool_use blocks
-    signature: str = ""  # of a thinking block, once it is complete
+    id: str  # Id of a tool_use block.
+    signature: str = ""  # Signature of a thinking block, once it is complete.
 
 
 class MessagesBuilder:
@@ -53,7 +53,7 @@ class MessagesBuilder:
         message_id: str,
         model: str,
         parser: DeltaParser,
-        thinking: Literal["full", "omitted", "none"] = "full",  # "omitted": thinking blocks without their text
+        thinking: Literal["full", "omitted", "none"] = "full",  # "omitted": thinking blocks have no text.
     ) -> None:
         self._id = message_id
         self._model = model
@@ -96,7 +96,7 @@ class MessagesBuilder:
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            "content": [self._as_dict(each) for each in self._content],
+            "content": [self._as_dict(item) for item in self._content],
             **self._stop,
             "usage": dict(self._usage or {}),
         }
@@ -110,7 +110,7 @@ class MessagesBuilder:
             self._stop["stop_reason"] = "max_tokens"
         elif isinstance(stop, str):
             self._stop = {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        elif any(each.block.kind == "call" for each in self._content):
+        elif any(item.block.kind == "call" for item in self._content):
             self._stop["stop_reason"] = "tool_use"
         else:
             self._stop["stop_reason"] = "end_turn"
@@ -177,9 +177,7 @@ router = APIRouter(tags=["messages"])
 @router.post("/v1/messages", response_model=None)
 async def create_message(request: Request) -> Response:
     """Generate the next message of a conversation, whole or streamed."""
-    state = server_of(request)
-    body = await read_body(request, AnthropicMessagesRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, AnthropicMessagesRequest)
     thinks = state.formats.reasoning is not None
     params = body.params(state.llm().info.sampling_defaults, thinks=thinks)
     budget = body.budget_without_effect(thinks=thinks)
@@ -211,9 +209,7 @@ async def create_message(request: Request) -> Response:
 @router.post("/v1/messages/render", response_model=None)
 async def render_message(request: Request) -> Response:
     """Return the token ids and sampling parameters of a conversation without running it."""
-    state = server_of(request)
-    body = await read_body(request, AnthropicMessagesRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, AnthropicMessagesRequest)
     params = body.params(state.llm().info.sampling_defaults, thinks=state.formats.reasoning is not None)
     try:
         chat = await prepare(state, replace(body.conversation(), cache_salt=body.cache_salt), params)
@@ -228,9 +224,7 @@ async def render_message(request: Request) -> Response:
 @router.post("/v1/messages/count_tokens", response_model=None)
 async def count_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation without running it."""
-    state = server_of(request)
-    body = await read_body(request, AnthropicCountTokensRequest, state.config)
-    await model_of(state, body)
+    state, body, _ = await read_for_model(request, AnthropicCountTokensRequest)
     try:
         chat = await prepare(state, body.conversation(), SamplingParams())
         note_ignored(request, chat.ignored, body.own_name)

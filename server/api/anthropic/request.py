@@ -15,15 +15,7 @@ from pagoda.server.api.chat_prompt import Conversation, NamedTool
 from pagoda.server.api.chat_prompt import ToolChoice as Choice
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
 from pagoda.server.http.errors import HttpError
-from pagoda.server.http.fields import (
-    LIST,
-    OTHER,
-    TEXT,
-    Unsupported,
-    by_type,
-    check_template_kwargs,
-    text_or_list,
-)
+from pagoda.server.http.fields import LIST, OTHER, TEXT, Unsupported, by_type, check_template_kwargs, text_or_list
 
 
 class _BlockFields(RequestBody):
@@ -115,7 +107,7 @@ class DocumentBlock(_BlockFields):
                 pass
             case ContentSource(content=blocks):
                 content = text_of(blocks)
-            case _:  # refused
+            case _:  # Other kinds are refused.
                 content = ""
         return "\n".join(filter(None, (self.title, self.context, content)))
 
@@ -161,12 +153,12 @@ _MEDIA: Final = frozenset({"image", "audio", "video"})
 """Types of blocks that are refused; those of unknown types are dropped."""
 
 
-def _block_of(*known: str) -> Discriminator:
+def _block_of(*known_types: str) -> Discriminator:
     """Return a discriminator: `<type>` for the known types, MEDIA for those that are refused, else OTHER."""
 
     def tag(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        if kind in known:
+        if kind in known_types:
             return f"<{kind}>"
         return OTHER if isinstance(kind, str) and kind not in _MEDIA else MEDIA
 
@@ -238,7 +230,7 @@ def messages_of(system: str | list[Any] | None, messages: Sequence[AnthropicMess
         system = "\n".join(block.text for block in system if not block.text.startswith(_BILLING))
     if system:
         converted.append({"role": "system", "content": system})
-    tool_names: dict[str, str] = {}  # by id of the tool_use block
+    tool_names: dict[str, str] = {}  # Id of the tool_use block -> name.
     for number, message in enumerate(messages):
         where = f"messages[{number}].content"
         if isinstance(message.content, str):
@@ -366,7 +358,7 @@ class AnthropicCountTokensRequest(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     context_management: Any = hint(
-        harmless=({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),  # agents send these
+        harmless=({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),  # Agents send these.
         why="conversations are never edited",
     )
     mcp_servers: Any = hint(why="the server calls no tools itself")
@@ -378,7 +370,7 @@ class AnthropicCountTokensRequest(RequestBody):
     def check(self) -> None:
         """Check combinations of fields. Raise RequestError, or HttpError for a thread to continue."""
         if isinstance(self.thread, dict) and self.thread.get("type") == "continue":
-            # clients react to this code by sending the whole conversation
+            # Clients react to this code by sending the whole conversation.
             message = "thread: this server keeps no conversations; send all messages"
             raise HttpError(404, message, "thread", code="thread_not_found")
         if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
@@ -439,8 +431,8 @@ class AnthropicCountTokensRequest(RequestBody):
         parallel = not choice.disable_parallel_tool_use
         if choice.type == "tool" and choice.name is not None:
             return NamedTool(choice.name), parallel
-        named: dict[str, Choice] = {"any": "required", "none": "none"}
-        return named.get(choice.type, "auto" if self._offered() else "none"), parallel
+        choices: dict[str, Choice] = {"any": "required", "none": "none"}
+        return choices.get(choice.type, "auto" if self._offered() else "none"), parallel
 
     def _offered(self) -> list[tuple[str, CustomTool | ClientTool]]:
         """Return the tools that the model may call, each with its path."""
@@ -519,11 +511,11 @@ class AnthropicMessagesRequest(AnthropicCountTokensRequest):
             "top_p": self.top_p,
             "extra_args": self.vllm_xargs,
         }
-        known = {name: value for name, value in defaults.items() if values.get(name) is None}
+        applicable = {name: value for name, value in defaults.items() if values.get(name) is None}
         format = self._format
         try:
             return SamplingParams.from_optional(
-                **values | known,
+                **values | applicable,
                 stop=self.stop_sequences,
                 structured_outputs=None if format is None else StructuredOutputsParams(json=format.schema_),
                 thinking_token_budget=self._budget(thinks),

@@ -15,12 +15,12 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagoda.server.api.chat_prompt import Conversation, prepare
 from pagoda.server.api.openai.chat import check_messages, ignored_of_tools, offered_tools
-from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, note_ignored, read_body, unsupported
+from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, note_ignored, unsupported
 from pagoda.server.http.errors import LOST, UnavailableError, http_error
 from pagoda.server.http.fields import LOWEST, TokenNames, check_template_kwargs
 from pagoda.server.http.generation import Generation, num_prompt_tokens
 from pagoda.server.http.response import DONE, EventStyle, event, respond
-from pagoda.server.http.state import model_of, server_of
+from pagoda.server.http.state import read_for_model
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.output_parser import DeltaParser
 from pagoda.server.parsers.parser import BlockBuilder, BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock
@@ -111,7 +111,7 @@ class CohereChatRequest(RequestBody):
 
     def params(self, defaults: Mapping[str, Any], *, thinks: bool) -> SamplingParams:
         """Return the SamplingParams. `defaults`: the model's. `thinks`: a thinking budget can be kept."""
-        given: dict[str, Any] = {
+        request_values: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "seed": self.seed,
@@ -120,9 +120,9 @@ class CohereChatRequest(RequestBody):
             "top_k": self.k,
             "top_p": self.p,
         }
-        known = {name: value for name, value in defaults.items() if given.get(name) is None}
+        applicable = {name: value for name, value in defaults.items() if request_values.get(name) is None}
         return SamplingParams.from_optional(
-            **given | known,
+            **request_values | applicable,
             stop=self.stop_sequences,
             logprobs=0 if self.logprobs else None,
             structured_outputs=self._structure(),
@@ -223,10 +223,10 @@ class CohereChatBuilder:
     def __init__(self, response_id: str, parser: DeltaParser, names: TokenNames | None) -> None:
         self._id = response_id
         self._parser = parser
-        self._names = names  # None: without log-probabilities
+        self._names = names  # None: the response has no log-probabilities.
         self._blocks = BlockBuilder()
         self._content: list[OutputBlock] = []
-        self._calls: list[tuple[str, OutputBlock]] = []  # with their ids
+        self._calls: list[tuple[str, OutputBlock]] = []  # Tool calls with their ids.
         self._logprobs: list[dict[str, Any]] = []
         self._finish_reason = "ERROR"
         self._input = self._cached = self._output = 0
@@ -289,17 +289,17 @@ class CohereChatBuilder:
             self._logprobs.append({"text": text, "token_ids": [token], "logprobs": [logprob]})
 
     def _block_events(self, events: Iterable[BlockEvent]) -> Iterator[dict[str, Any]]:
-        for each in events:
-            block = each.block
+        for block_event in events:
+            block = block_event.block
             is_call = block.kind == "call"
             name = "tool-call" if is_call else "content"
-            if isinstance(each, BlockStart):
+            if isinstance(block_event, BlockStart):
                 if is_call:
                     self._calls.append((block.call_id or f"call_{uuid.uuid4().hex}", block))
                 else:
                     self._content.append(block)
             index = len(self._calls if is_call else self._content) - 1
-            match each:
+            match block_event:
                 case BlockStart() if is_call:
                     yield _event(f"{name}-start", index, {"tool_calls": _call(*self._calls[-1], "")})
                 case BlockStart():
@@ -341,9 +341,7 @@ router = APIRouter(tags=["chat"])
 @router.post("/cohere/v2/chat", response_model=None, include_in_schema=False)
 async def cohere_chat(request: Request) -> Response:
     """Continue a conversation, streamed or whole (Cohere Chat API)."""
-    state = server_of(request)
-    body = await read_body(request, CohereChatRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, CohereChatRequest)
     try:
         params = body.params(state.llm().info.sampling_defaults, thinks=state.formats.reasoning is not None)
         chat = await prepare(state, body.conversation(), params)

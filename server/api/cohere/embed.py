@@ -22,7 +22,7 @@ from pagoda.server.processing.inputs import Prompt, TextOptions
 from pagoda.server.processing.scoring import texts_of
 
 EmbeddingType = Literal["float", "binary", "ubinary", "base64"]
-_BINARY_OFFSET: Final = 128  # from unsigned to signed bytes
+_BINARY_OFFSET: Final = 128  # Offset from unsigned to signed bytes.
 
 
 class CohereEmbedInput(RequestBody):
@@ -55,15 +55,15 @@ class CohereEmbedRequest(RequestBody):
             texts = self.texts
         else:
             field = "inputs"
-            texts = texts_of("inputs", [each.model_dump() for each in self.inputs or ()])
+            texts = texts_of("inputs", [item.model_dump() for item in self.inputs or ()])
         if not texts:
             raise RequestError(field, f"{field} is empty")
         check_count(field, texts)
         if self.input_type is None:
             return texts
         if self.input_type not in prefixes:
-            known = f"use one of {', '.join(sorted(prefixes))}" if prefixes else "leave it out"
-            raise RequestError("input_type", f"Unsupported input_type {self.input_type[:80]!r}; {known}")
+            remedy = f"use one of {', '.join(sorted(prefixes))}" if prefixes else "leave it out"
+            raise RequestError("input_type", f"Unsupported input_type {self.input_type[:80]!r}; {remedy}")
         return [prefixes[self.input_type] + text for text in texts]
 
     @property
@@ -90,8 +90,8 @@ class CohereEmbedRequest(RequestBody):
     def in_own_names(self, error: RequestError) -> RequestError:
         names = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
         field = names.get(error.field, error.field)
-        own = RequestError(field, str(error).replace(error.field, field) if error.field else str(error))
-        return renamed(own, "inputs" if self.texts is None else "texts")
+        renamed_error = RequestError(field, str(error).replace(error.field, field) if error.field else str(error))
+        return renamed(renamed_error, "inputs" if self.texts is None else "texts")
 
 
 def _response(request_id: str, body: CohereEmbedRequest, vectors: Sequence[Array], tokens: int) -> dict[str, Any]:
@@ -133,7 +133,7 @@ async def embed(request: Request) -> Response:
 
     def prompts() -> list[Prompt]:
         parsed = [call.inputs.parse(text, body.text_options) for text in texts]
-        longest = max(len(each.token_ids) for each in parsed)
+        longest = max(len(prompt.token_ids) for prompt in parsed)
         if body.token_limit is not None and longest > body.token_limit:
             raise RequestError(
                 "max_tokens", f"a text has {longest} tokens, above max_tokens {body.token_limit}; set truncate to END"

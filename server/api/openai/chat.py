@@ -39,34 +39,13 @@ from pagoda.server.api.openai.chat_variants import (
     own_name_of_functions,
     with_tool_calls,
 )
-from pagoda.server.http.body import (
-    MAX_LIST_OBJECTS,
-    Ignored,
-    Int64,
-    hint,
-    note_ignored,
-    read_body,
-    unsupported,
-)
-from pagoda.server.http.fields import (
-    SamplingFields,
-    chat_logprobs,
-    check_template_kwargs,
-    prompt_logprobs,
-)
+from pagoda.server.http.body import MAX_LIST_OBJECTS, Ignored, Int64, hint, note_ignored, unsupported
+from pagoda.server.http.fields import SamplingFields, chat_logprobs, check_template_kwargs, prompt_logprobs
 from pagoda.server.http.generation import output_source
 from pagoda.server.http.response import CompletionBuilder, TextEvent, best_of, respond
-from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
+from pagoda.server.http.state import ServerState, read_for_model, request_id_of
 from pagoda.server.outputs import CompletionOutput, RequestOutput
-from pagoda.server.parsers.parser import (
-    Arguments,
-    Content,
-    Event,
-    OutputReader,
-    Reasoning,
-    ToolCall,
-    merge_events,
-)
+from pagoda.server.parsers.parser import Arguments, Content, Event, OutputReader, Reasoning, ToolCall, merge_events
 
 # Request bodies.
 
@@ -76,17 +55,26 @@ class ChatFields(SamplingFields):
 
     searches_beams: ClassVar[bool] = True
 
-    logprobs: bool | None = False
-    top_logprobs: Int64 | None = 0
-    max_tokens: Int64 | None = None
-    max_completion_tokens: Int64 | None = None
-    echo: bool | None = False
-    add_generation_prompt: bool | None = True
-    continue_final_message: bool | None = False
-    add_special_tokens: bool | None = False
-    documents: list[dict[str, Any]] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = Field(False, description="Report log-probabilities of the output's tokens.")
+    top_logprobs: Int64 | None = Field(0, description="Number of best tokens to report beside each; needs logprobs.")
+    max_tokens: Int64 | None = Field(None, description="Former name of max_completion_tokens; -1: unlimited.")
+    max_completion_tokens: Int64 | None = Field(
+        None,
+        description="Maximum length of an output, reasoning included; null: the model's default, else the context.",
+    )
+    echo: bool | None = Field(False, description="Put the last message before the output if its role is the same.")
+    add_generation_prompt: bool | None = Field(True, description="The chat template begins the assistant's message.")
+    continue_final_message: bool | None = Field(
+        False, description="Continue the last message instead of replying to it; excludes add_generation_prompt."
+    )
+    add_special_tokens: bool | None = Field(
+        False, description="Add the tokenizer's special tokens to those of the chat template."
+    )
+    documents: list[dict[str, Any]] | None = Field(None, description="Passed to the chat template.")
+    chat_template: str | None = Field(
+        None, description="Jinja template in place of the model's; needs --trust-request-chat-template."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
     include_reasoning: bool | None = Field(True, description="Whether to return the reasoning.")
     tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
     tool_choice: GivenToolChoice | None = Field("none", description="Default: auto if there are tools.")
@@ -222,7 +210,7 @@ class ChatFields(SamplingFields):
         """Return the SamplingParams. `defaults`: the model's generation config. Raise RequestError."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         limit = self.token_limit
-        limit = None if limit == -1 else limit  # unlimited
+        limit = None if limit == -1 else limit  # The number of tokens is unlimited.
         try:
             return self.sampling_params(defaults, logprobs=logprobs, max_tokens=limit)
         except RequestError as error:
@@ -250,7 +238,7 @@ class ChatFields(SamplingFields):
 class ChatCompletionRequest(ChatFields):
     """A conversation to continue."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, description="The conversation, the latest message last.")
 
     metadata: dict[str, Any] | None = Field(None, description="Does not affect the output.")
     safety_identifier: str | None = Field(None, description="As user.")
@@ -323,9 +311,9 @@ def ignored_of_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[Ignored]:
             yield from _unknown_keys(f"{where}.function", function, FUNCTION_KEYS)
 
 
-def _unknown_keys(where: str, value: Mapping[str, Any], known: Collection[str]) -> Iterator[Ignored]:
+def _unknown_keys(where: str, value: Mapping[str, Any], known_keys: Collection[str]) -> Iterator[Ignored]:
     for key in value:
-        if key not in known:
+        if key not in known_keys:
             yield Ignored(f"{where}.{key[:80]}", "unknown", f"{where} has no field {key[:80]!r}")
 
 
@@ -335,11 +323,11 @@ def offered_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _known_fields(tool: Mapping[str, Any]) -> dict[str, Any]:
-    known = {key: value for key, value in tool.items() if key in TOOL_KEYS}
+    known_items = {key: value for key, value in tool.items() if key in TOOL_KEYS}
     function = tool.get("function")
     if isinstance(function, Mapping):
-        known["function"] = {key: value for key, value in function.items() if key in FUNCTION_KEYS}
-    return known
+        known_items["function"] = {key: value for key, value in function.items() if key in FUNCTION_KEYS}
+    return known_items
 
 
 _MAY_BE_ABSENT: Final = ("assistant", "tool", "function")
@@ -428,9 +416,9 @@ class _ChatChoice:
     """One choice: its parser and, for a whole response, what was parsed so far."""
 
     role: str
-    echo: str  # content of the request's last message that the output continues
+    echo: str  # Content of the request's last message that the output continues.
     reader: OutputReader
-    text_event: TextEvent | None = None  # of a stream
+    text_event: TextEvent | None = None  # The text event of a stream.
     events: list[Event] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -462,7 +450,7 @@ class ChatCompletionBuilder(CompletionBuilder):
         self._choices: dict[int, _ChatChoice] = {}
         self._prompt_fields: dict[str, Any] = {}
         needs_frames = request.logprobs or request.return_token_ids or self._reports_running_usage
-        self._content_only = not needs_frames  # chunks but a choice's last consist of content only
+        self._content_only = not needs_frames  # Chunks but a choice's last consist of content only.
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any] | bytes]:
         self.usage.count(prompt_index, output)
@@ -609,18 +597,14 @@ router = APIRouter(tags=["chat"])
 @router.post("/v1/chat/completions", response_model=None)
 async def chat_completions(request: Request) -> Response:
     """Continue a conversation, streamed or whole."""
-    state = server_of(request)
-    body = await read_body(request, ChatCompletionRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, ChatCompletionRequest)
     return await _answer(request, state, body, model, [body.conversation()])
 
 
 @router.post("/v1/chat/completions/batch", response_model=None)
 async def chat_completions_batch(request: Request) -> Response:
     """Continue several conversations."""
-    state = server_of(request)
-    body = await read_body(request, BatchChatCompletionRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, BatchChatCompletionRequest)
     return await _answer(request, state, body, model, list(body.conversations()))
 
 
@@ -632,7 +616,7 @@ async def _answer(
         prompts = []
         for conversation in conversations:
             prompts.append(await prepare(state, conversation, params))
-            await asyncio.sleep(0)  # let other requests run between the conversations of a batch
+            await asyncio.sleep(0)  # Other requests run between the conversations of a batch.
         for prompt in prompts:
             body.check_context(len(prompt.token_ids))
         note_ignored(request, prompts[0].ignored, body.own_name)

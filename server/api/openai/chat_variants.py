@@ -62,7 +62,7 @@ class AllowedToolsChoice(RequestBody):
 
 
 def _without_any(value: Any) -> Any:
-    return "required" if value == "any" else value  # another API's name
+    return "required" if value == "any" else value  # Another API's name is "any".
 
 
 GivenToolChoice = Annotated[

@@ -16,7 +16,7 @@ from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.fill_in_middle import fill_ends, fill_format, fill_prompt
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.http.body import Int64, read_body
+from pagoda.server.http.body import Int64
 from pagoda.server.http.fields import (
     PROMPTS_SCHEMA,
     CompletionLogprobs,
@@ -28,7 +28,7 @@ from pagoda.server.http.fields import (
 )
 from pagoda.server.http.generation import output_source
 from pagoda.server.http.response import CompletionBuilder, TextEvent, best_of, respond
-from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
+from pagoda.server.http.state import ServerState, read_for_model, request_id_of
 from pagoda.server.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from pagoda.server.processing.inputs import Prompt, PromptType, encode_kept, max_prompt_tokens
 from pagoda.server.processing.prompt_embeds import from_base64
@@ -42,11 +42,13 @@ class CompletionRequest(SamplingFields):
 
     searches_beams: ClassVar[bool] = True
 
-    prompt: Annotated[Any, WithJsonSchema(PROMPTS_SCHEMA)] = None
-    echo: bool | None = False
-    logprobs: Int64 | None = None
+    prompt: Annotated[Any, WithJsonSchema(PROMPTS_SCHEMA)] = Field(
+        None, description="A prompt or a list of prompts, as text or token ids."
+    )
+    echo: bool | None = Field(False, description="Put the prompt before the output.")
+    logprobs: Int64 | None = Field(None, description="Number of best tokens to report for each token of the output.")
     max_tokens: Int64 | None = Field(DEFAULT_MAX_TOKENS, description="null: the default; -1: unlimited.")
-    add_special_tokens: bool | None = True
+    add_special_tokens: bool | None = Field(True, description="Add the tokenizer's special tokens to the prompt.")
     suffix: str | None = Field(
         None, description="Text after the completion, for models that fill in the middle; else refused."
     )
@@ -74,8 +76,8 @@ class CompletionRequest(SamplingFields):
     @property
     def embeds(self) -> list[str]:
         """The prompts given as embeddings; their choices come first. Raises RequestError."""
-        given = self.prompt_embeds
-        embeds = [given] if isinstance(given, str) else given or []
+        tensors = self.prompt_embeds
+        embeds = [tensors] if isinstance(tensors, str) else tensors or []
         if len(embeds) > MAX_PROMPTS:
             raise RequestError(
                 "prompt_embeds", f"prompt_embeds has {len(embeds)} prompts; at most {MAX_PROMPTS} are allowed"
@@ -118,10 +120,10 @@ class CompletionRequest(SamplingFields):
         """Return the SamplingParams. `defaults`: the model's generation config. Raise RequestError."""
         limit = self.token_limit
         max_tokens = DEFAULT_MAX_TOKENS if limit is None else None if limit == -1 else limit
-        own: dict[str, Any] = {"logprobs": self.logprobs, "max_tokens": 1 if self.shows_prompt_only else max_tokens}
+        values: dict[str, Any] = {"logprobs": self.logprobs, "max_tokens": 1 if self.shows_prompt_only else max_tokens}
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
-            own["prompt_logprobs"] = self.logprobs
-        return self.sampling_params(defaults, **own)
+            values["prompt_logprobs"] = self.logprobs
+        return self.sampling_params(defaults, **values)
 
 
 # Response builder.
@@ -141,8 +143,8 @@ class _Piece:
 @dataclass(slots=True)
 class _CompletionChoice:
     logprobs: CompletionLogprobs
-    text_event: TextEvent | None = None  # of a stream
-    pieces: list[_Piece] = field(default_factory=list)  # of a whole response
+    text_event: TextEvent | None = None  # The text event of a stream.
+    pieces: list[_Piece] = field(default_factory=list)  # Pieces of a response that is not streamed.
 
 
 class TextCompletionBuilder(CompletionBuilder):
@@ -164,7 +166,8 @@ class TextCompletionBuilder(CompletionBuilder):
         self._prompts: dict[int, RequestOutput] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         needs_frames = request.logprobs is not None or request.return_token_ids or request.shows_prompt_only
-        self._text_only = not (needs_frames or self._reports_running_usage)  # chunks but a choice's last
+        # Chunks but a choice's last have text only.
+        self._text_only = not (needs_frames or self._reports_running_usage)
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any] | bytes]:
         self._note(prompt_index, output)
@@ -239,7 +242,7 @@ class TextCompletionBuilder(CompletionBuilder):
         choice = self._choices.get(index)
         prompt: dict[str, Any] | None = None
         if choice is None:
-            # with logprob_token_ids all reported candidates are shown
+            # With logprob_token_ids all reported candidates are shown.
             count = -1 if self._request.logprob_token_ids else self._request.logprobs or 0
             choice = self._choices[index] = _CompletionChoice(CompletionLogprobs(count, self._names))
             if self._request.echo:
@@ -284,9 +287,7 @@ router = APIRouter(tags=["completions"])
 @router.post("/v1/completions", response_model=None)
 async def completions(request: Request) -> Response:
     """Continue prompts, streamed or whole."""
-    state = server_of(request)
-    body = await read_body(request, CompletionRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, CompletionRequest)
     try:
         params = body.params(state.llm().info.sampling_defaults)
         prompts: list[PromptType] = [await embeds_of(state, body, text) for text in body.embeds]

@@ -19,7 +19,7 @@ from pagoda.common.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, read_body, unsupported
+from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
 from pagoda.server.http.fields import (
     LOWEST,
     StreamOptions,
@@ -30,13 +30,13 @@ from pagoda.server.http.fields import (
 )
 from pagoda.server.http.generation import Generation
 from pagoda.server.http.response import ResponseBuilder, Usage, respond
-from pagoda.server.http.state import ServerState, model_of, request_id_of, server_of
+from pagoda.server.http.state import ServerState, read_for_model, request_id_of
 from pagoda.server.outputs import CompletionOutput, LogprobsOnePosition, RequestOutput
 from pagoda.server.processing.inputs import PromptType
 
 _SET_BY_STREAM: Final = ("output_kind", "skip_clone")
 _OBJECTS: Final = {"structured_outputs": StructuredOutputsParams, "repetition_detection": RepetitionDetectionParams}
-_FIELDS: Final = frozenset(each.name for each in dataclasses.fields(SamplingParams)) - {*_SET_BY_STREAM}
+_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {*_SET_BY_STREAM}
 
 
 class GenerateRequest(RequestBody):
@@ -74,13 +74,13 @@ class GenerateRequest(RequestBody):
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the SamplingParams. `defaults`: the model's generation config. Raise RequestError."""
-        given = {name: value for name, value in self.sampling_params.items() if name not in _SET_BY_STREAM}
-        given = {"max_tokens": defaults.get("max_tokens")} | given
+        values = {name: value for name, value in self.sampling_params.items() if name not in _SET_BY_STREAM}
+        values = {"max_tokens": defaults.get("max_tokens")} | values
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         try:
-            for name in _OBJECTS.keys() & given.keys():
-                given[name] = _object(name, given[name])
-            params = SamplingParams.from_optional(**given, output_kind=kind)
+            for name in _OBJECTS.keys() & values.keys():
+                values[name] = _object(name, values[name])
+            params = SamplingParams.from_optional(**values, output_kind=kind)
         except RequestError as error:
             message = str(error)
             prefix = "" if error.field not in _FIELDS else "sampling_params."
@@ -97,10 +97,10 @@ def _object(name: str, value: Any) -> Any:
     if value is None:
         return None
     kind = _OBJECTS[name]
-    known = {each.name for each in dataclasses.fields(kind)}
+    known_keys = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(value, dict):
         raise RequestError(name, f"{name} must be an object")
-    if unknown := sorted(value.keys() - known):
+    if unknown := sorted(value.keys() - known_keys):
         raise RequestError(name, f"{name}.{unknown[0][:100]} is unknown")
     return kind(**value)
 
@@ -119,7 +119,7 @@ class GenerateBuilder(ResponseBuilder):
         self._force_usage = config.enable_force_include_usage
         self._choices: dict[int, dict[str, Any]] = {}
         self._prompt: RequestOutput | None = None
-        self.names: TokenNames | None = None  # of the log-probabilities of output_mode text
+        self.names: TokenNames | None = None  # Names for the log-probabilities of output_mode text.
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         is_first = self._prompt is None
@@ -183,14 +183,14 @@ class GenerateBuilder(ResponseBuilder):
             return None
         if self.names is not None:
             return {"content": chat_logprobs(positions, self._params.logprobs, self.names)}
-        return {"content": [_token_logprobs(each) for each in positions]}
+        return {"content": [_token_logprobs(position) for position in positions]}
 
 
 def _token_logprobs(position: LogprobsOnePosition) -> dict[str, Any]:
     """Return one token's entry: the sampled token, then all reported ones, of which it is the first."""
     entries = [
-        {"token_id": token, "logprob": max(each.logprob, LOWEST), "rank": each.rank or None}
-        for token, each in position.items()
+        {"token_id": token, "logprob": max(logprob.logprob, LOWEST), "rank": logprob.rank or None}
+        for token, logprob in position.items()
     ]
     return entries[0] | {"top_logprobs": entries}
 
@@ -201,9 +201,7 @@ router = APIRouter(tags=["generate"])
 @router.post("/inference/v1/generate", response_model=None)
 async def generate(request: Request) -> Response:
     """Continue token ids, streamed or whole."""
-    state = server_of(request)
-    body = await read_body(request, GenerateRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, GenerateRequest)
     params = body.params(state.llm().info.sampling_defaults)
     prompt: PromptType = {"prompt_token_ids": body.token_ids, "cache_salt": body.cache_salt}
     request_id = request_id_of(request, body, "generate-tokens")

@@ -15,7 +15,7 @@ router = APIRouter(tags=["models"])
 async def list_models(request: Request) -> dict[str, Any]:
     """List the served models and LoRA adapters."""
     state = server_of(request)
-    names = [*state.names, *(each.adapter.name for each in state.adapters.served)]
+    names = [*state.names, *(served.adapter.name for served in state.adapters.served)]
     return {"object": "list", "data": [_card(state, name) for name in names]}
 
 
@@ -38,7 +38,7 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "pagoda",
-        "root": root,  # of a LoRA adapter its folder
-        "parent": parent,  # of a LoRA adapter its base model
-        "max_model_len": llm.max_model_len,  # tokens
+        "root": root,  # The folder, if this is a LoRA adapter.
+        "parent": parent,  # The base model, if this is a LoRA adapter.
+        "max_model_len": llm.max_model_len,  # Maximum number of tokens.
     }

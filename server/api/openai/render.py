@@ -10,10 +10,10 @@ from pagoda.common.errors import RequestError
 from pagoda.server.api.chat_prompt import prepare
 from pagoda.server.api.openai.chat import ChatCompletionRequest
 from pagoda.server.api.openai.completion import CompletionRequest, prompt_of
-from pagoda.server.http.body import note_ignored, read_body
+from pagoda.server.http.body import note_ignored
 from pagoda.server.http.fields import SamplingFields
 from pagoda.server.http.preview import PreviewOptions, preview
-from pagoda.server.http.state import model_of, request_id_of, server_of
+from pagoda.server.http.state import read_for_model, request_id_of
 
 router = APIRouter(tags=["render"])
 
@@ -21,15 +21,13 @@ router = APIRouter(tags=["render"])
 @router.post("/v1/completions/render")
 async def render_completions(request: Request) -> list[dict[str, Any]]:
     """Return the token ids and sampling parameters of a completion's prompts."""
-    state = server_of(request)
-    body = await read_body(request, CompletionRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, CompletionRequest)
     if body.embeds:
         raise RequestError("prompt_embeds", "prompt_embeds have no tokens to render; leave it out")
     try:
         params = body.params(state.llm().info.sampling_defaults)
         name = request_id_of(request, body, "cmpl")
-        prompts = [await prompt_of(state, body, each, params) for each in body.prompts]
+        prompts = [await prompt_of(state, body, prompt, params) for prompt in body.prompts]
         options = _options_of(body, special_tokens=body.add_special_tokens is not False)
         return [await preview(state, f"{name}-{i}", model, p, params, options) for i, p in enumerate(prompts)]
     except RequestError as error:
@@ -39,9 +37,7 @@ async def render_completions(request: Request) -> list[dict[str, Any]]:
 @router.post("/v1/chat/completions/render")
 async def render_chat(request: Request) -> dict[str, Any]:
     """Return the token ids and sampling parameters of a conversation."""
-    state = server_of(request)
-    body = await read_body(request, ChatCompletionRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, ChatCompletionRequest)
     params = body.params(state.llm().info.sampling_defaults)
     try:
         prompt = await prepare(state, body.conversation(), params)

@@ -104,7 +104,7 @@ def _fp8_values(exponent_bits: int) -> Array:
 
 # Request bodies.
 
-MAX_INPUTS: Final = 4096  # texts, conversations or documents per request
+MAX_INPUTS: Final = 4096  # Maximum number of texts, conversations or documents per request.
 
 _MESSAGES = {"type": "array", "items": {"type": "object"}, "minItems": 1}
 CONVERSATIONS_SCHEMA: Final[dict[str, Any]] = {"anyOf": [_MESSAGES, {"type": "array", "items": _MESSAGES}]}
@@ -219,9 +219,9 @@ class ConversationFields(PoolingFields):
         many = value if self.allows_many and isinstance(value[0], list) else [value]
         check_count(name, many)
         for messages in many:
-            if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+            if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
                 raise RequestError(name, f"{name} must be a list of messages, each an object with role and content")
-        return [self._conversation(each) for each in many]
+        return [self._conversation(conversation) for conversation in many]
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
         return Conversation(
@@ -247,7 +247,7 @@ def is_conversation(raw: bytes) -> bool:
     try:
         shape = msgspec.json.decode(raw, type=_Shape)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return False  # the body parser reports the error
+        return False  # The body parser reports the error.
     if shape.messages is not msgspec.UNSET:
         return True
     return shape.input is not msgspec.UNSET and _OBJECTS.match(bytes(shape.input)) is not None
@@ -329,7 +329,7 @@ class PoolingMeta:
     id: str
     created: int
     model: str
-    tokens: int  # of all prompts
+    tokens: int  # Tokens of all prompts.
 
     @property
     def usage(self) -> dict[str, int]:
@@ -406,7 +406,7 @@ def classes_response(meta: PoolingMeta, outputs: Sequence[RawPoolingOutput], lab
 
 def scores_response(meta: PoolingMeta, scores: Sequence[ScoringRequestOutput]) -> dict[str, Any]:
     return meta.listing(
-        [{"index": index, "object": "score", "score": each.outputs.score} for index, each in enumerate(scores)]
+        [{"index": index, "object": "score", "score": score.outputs.score} for index, score in enumerate(scores)]
     )
 
 

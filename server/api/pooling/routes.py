@@ -156,18 +156,18 @@ async def _outputs(
     prompts: list[Any]
     if isinstance(body, InputFields):
         prompts = body.prompts
-        characters = sum(len(each) for each in prompts)
+        characters = sum(len(prompt) for prompt in prompts)
     else:
         try:
-            chats = [await render(call.state, each) for each in body.conversations()]
+            chats = [await render(call.state, conversation) for conversation in body.conversations()]
             prompts = [{"prompt": chat.text, "prompt_token_ids": chat.token_ids} for chat in chats]
         except RequestError as error:
             raise body.in_own_names(error) from None
-        characters = 0  # already tokenized
+        characters = 0  # Chats are tokenised already.
     check_binary(encoding, len(prompts))
 
     def parse() -> list[Prompt]:
-        parsed = [call.inputs.parse(each, options) for each in prompts]
+        parsed = [call.inputs.parse(prompt, options) for prompt in prompts]
         return list(map(call.inputs.padded, parsed)) if body.padding == "max_length" else parsed
 
     return await call.run(params, parse, characters)

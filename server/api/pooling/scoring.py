@@ -95,9 +95,9 @@ class ScoreRequest(ScoringFields):
         for pair in FIELD_PAIRS:
             if present == set(pair):
                 return pair
-        known = ", ".join(" and ".join(pair) for pair in FIELD_PAIRS)
+        pairs = ", ".join(" and ".join(pair) for pair in FIELD_PAIRS)
         lone = next((other for pair in FIELD_PAIRS for name, other in (pair, pair[::-1]) if present == {name}), None)
-        raise RequestError(lone or "text_1", f"give one of these pairs of fields: {known}")
+        raise RequestError(lone or "text_1", f"give one of these pairs of fields: {pairs}")
 
     def sides(self) -> tuple[list[str], list[str]]:
         """Return the texts of both sides. Raise RequestError."""
@@ -174,7 +174,8 @@ async def _scores(
     call: PoolingCall, body: ScoreRequest | RerankRequest, sides: tuple[list[str], list[str]], fields: tuple[str, str]
 ) -> tuple[PoolingMeta, Sequence[ScoringRequestOutput]]:
     """Return the shared response fields and a score per pair. Raise RequestError."""
-    pairs = Pairs(call.inputs, *sides, fields)
+    queries, documents = sides
+    pairs = Pairs(call.inputs, queries, documents, fields)
     options = body.options(call.state.chat_template if pairs.task == "score" else None)
     params = PoolingParams(task=pairs.task, use_activation=body.use_activation)
     characters = sum(len(text) for side in sides for text in side)

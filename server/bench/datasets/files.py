@@ -98,9 +98,9 @@ def burstgpt(config: DatasetConfig, vocabulary: PromptVocabulary, rng: np.random
         vocabulary.sample(
             vocabulary.random_ids(rng, max(1, inputs - vocabulary.added)),
             config.output_len or outputs,
-            at=at - chosen[0][0],
+            arrival=arrival - chosen[0][0],
         )
-        for at, inputs, outputs in chosen
+        for arrival, inputs, outputs in chosen
     ]
 
 
@@ -113,8 +113,8 @@ def timed_trace(config: DatasetConfig, vocabulary: PromptVocabulary, rng: np.ran
     for line, row in enumerate(islice(_json_lines(config), config.num_prompts), 1):
         inputs = _positive(config, row, config.timed_trace_label_input_length, line)
         outputs = _positive(config, row, config.timed_trace_label_output_length, line)
-        at = _number(config, row, config.timed_trace_label_timestamp, line) * config.timed_trace_sec_multiplier
-        start = at if start is None else start
+        arrival = _number(config, row, config.timed_trace_label_timestamp, line) * config.timed_trace_sec_multiplier
+        start = arrival if start is None else start
         ids: list[int] = []
         for hashed in row.get(config.timed_trace_label_hash_ids) or ():
             if len(ids) >= inputs:
@@ -123,7 +123,9 @@ def timed_trace(config: DatasetConfig, vocabulary: PromptVocabulary, rng: np.ran
                 chunks[hashed] = rng.choice(vocabulary.ordinary, size).tolist()
             ids += chunks[hashed]
         rest = rng.choice(vocabulary.ordinary, max(0, inputs - len(ids))).tolist()
-        samples.append(vocabulary.sample((ids + rest)[:inputs], config.output_len or outputs, at=max(0.0, at - start)))
+        samples.append(
+            vocabulary.sample((ids + rest)[:inputs], config.output_len or outputs, arrival=max(0.0, arrival - start))
+        )
     if not samples:
         raise ConfigError(_PATH, f"{config.dataset_path} has no requests")
     return samples

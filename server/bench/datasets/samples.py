@@ -21,12 +21,12 @@ class DatasetSample:
     """A prompt and the length of its output."""
 
     output_len: int
-    text: str = ""  # empty if the vocabulary has no tokenizer
-    token_ids: Sequence[int] = ()  # of `text` without what the server adds; empty if nothing counted them
-    prompt_len: int = 0  # tokens, those included that the server adds to a text
-    more: tuple[str, ...] = ()  # further texts of the same request: a batch of embeddings, documents of a rerank
-    at: float | None = None  # recorded arrival time, in seconds
-    follows: int | None = None  # index of the request whose conversation this one continues; `text` is the new message
+    text: str = ""  # The prompt; empty if the vocabulary has no tokenizer.
+    token_ids: Sequence[int] = ()  # Ids of `text` without what the server adds; empty if nothing counted them.
+    prompt_len: int = 0  # Number of tokens, with those that the server adds to a text.
+    more: tuple[str, ...] = ()  # Further texts of the same request: a batch of embeddings, documents of a rerank.
+    arrival: float | None = None  # Recorded arrival time in seconds.
+    follows: int | None = None  # Index of the request whose conversation this one continues; `text` is the new message.
 
 
 @dataclass(frozen=True)

@@ -18,34 +18,18 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.bench.datasets.samples import PromptVocabulary
 from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.llm import LLM
-from pagoda.server.settings.flags import (
-    EngineArgs,
-    FlagParser,
-    add_config_file,
-    add_explain_config,
-    add_settings,
-    resolve_settings,
-)
+from pagoda.server.settings.flags import EngineArgs, resolve_settings
 from pagoda.server.settings.resolve import Resolved
 from pagoda.server.startup.engine import check_engine
 
 LoadT = TypeVar("LoadT")
 
 
-def add_load_arguments(parser: FlagParser, command: str) -> None:
-    """Add the flags of a benchmark and of the engine."""
-    own = OWN_SETTINGS[command]
-    add_settings(parser, own.values())
-    add_settings(parser, ENGINE_SETTINGS.values(), skip=own)
-    add_config_file(parser)
-    add_explain_config(parser)
-
-
 def resolve_load(args: argparse.Namespace, command: str, config: type[LoadT]) -> tuple[LoadT, ResolvedSettings]:
     """Return the load and all settings. Raises ConfigError."""
-    own = OWN_SETTINGS[command]
-    settings = resolve_settings(args, ENGINE_SETTINGS, own)
-    return build(config, settings.values, own.values()), settings
+    own_settings = OWN_SETTINGS[command]
+    settings = resolve_settings(args, ENGINE_SETTINGS, own_settings)
+    return build(config, settings.values), settings
 
 
 def check_load(

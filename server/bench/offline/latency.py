@@ -17,7 +17,6 @@ from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.bench.datasets.samples import PromptVocabulary
 from pagoda.server.bench.offline.engine import (
     acceptance,
-    add_load_arguments,
     check_fits,
     check_load,
     need_profiler,
@@ -29,15 +28,11 @@ from pagoda.server.bench.offline.engine import (
 from pagoda.server.bench.report.machine import machine
 from pagoda.server.bench.report.table import acceptance_rows
 from pagoda.server.llm import LLM
-from pagoda.server.settings.flags import EngineArgs, FlagParser
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import Resolved
 
 COMMAND: Final = "bench latency"
 PERCENTAGES: Final = (10, 25, 50, 75, 90, 99)
-
-
-def add_arguments(parser: FlagParser) -> None:
-    add_load_arguments(parser, COMMAND)
 
 
 def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:

@@ -27,17 +27,11 @@ from pagoda.common.config.env import API_KEY, XLA_CACHE_PATH
 from pagoda.common.config.groups.bench.offline import StartupConfig
 from pagoda.common.config.settings import ResolvedSettings
 from pagoda.common.errors import PagodaError
-from pagoda.server.bench.offline.engine import (
-    add_load_arguments,
-    check_load,
-    engine_keywords,
-    resolve_load,
-    write_results,
-)
+from pagoda.server.bench.offline.engine import check_load, engine_keywords, resolve_load, write_results
 from pagoda.server.bench.offline.latency import PERCENTAGES
 from pagoda.server.bench.report.machine import machine
 from pagoda.server.cli.client.http_client import ApiClient, ApiError
-from pagoda.server.settings.flags import EngineArgs, FlagParser
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import Resolved
 
 COMMAND: Final = "bench startup"
@@ -50,10 +44,6 @@ CACHES: Final = (XLA_CACHE_PATH.name, "TRITON_CACHE_DIR")
 """Variables of the folders where compiled programs are kept."""
 
 
-def add_arguments(parser: FlagParser) -> None:
-    add_load_arguments(parser, COMMAND)
-
-
 def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
     return check_load(args, COMMAND, StartupConfig, "server")
 
@@ -61,11 +51,11 @@ def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results. Returns 0."""
     load, settings = resolve_load(args, COMMAND, StartupConfig)
-    EngineArgs.from_resolved(settings)  # raises on unusable settings before a server is started
+    EngineArgs.from_resolved(settings)  # This raises on unusable settings before a server is started.
     with tempfile.TemporaryDirectory(prefix="pagoda-startup-") as folder:
         config_file = Path(folder, "settings.yaml")
         keys = {name.replace("_", "-"): value for name, value in engine_keywords(settings).items()}
-        config_file.write_text(json.dumps(keys), encoding="utf-8")  # JSON is YAML
+        config_file.write_text(json.dumps(keys), encoding="utf-8")  # JSON is YAML.
 
         def starts(count: int, label: str, *, cold: bool = False) -> list[float]:
             bar = tqdm(range(count), desc=label, disable=not count)

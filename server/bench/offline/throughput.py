@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from pagoda.common.config.commands import OWN_SETTINGS
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.bench.dataset import DatasetConfig
 from pagoda.common.config.groups.bench.offline import ThroughputConfig
@@ -26,7 +25,6 @@ from pagoda.server.bench.datasets.samples import DatasetSample, PromptVocabulary
 from pagoda.server.bench.offline.engine import (
     EngineView,
     acceptance,
-    add_load_arguments,
     check_fits,
     engine_keywords,
     need_profiler,
@@ -42,7 +40,7 @@ from pagoda.server.bench.report.table import acceptance_rows
 from pagoda.server.core_client import check_one_engine, engine_processes
 from pagoda.server.llm import LLM
 from pagoda.server.outputs import RequestOutput
-from pagoda.server.settings.flags import EngineArgs, FlagParser
+from pagoda.server.settings.flags import EngineArgs
 from pagoda.server.settings.resolve import Resolved
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import check_engine
@@ -64,10 +62,6 @@ SHARED_SETTINGS: Final = (
 
 UNEQUAL_WEIGHTS: Final = 1.2
 """Ratio of the sizes of two engines' weights from which the comparison is noted as unequal."""
-
-
-def add_arguments(parser: FlagParser) -> None:
-    add_load_arguments(parser, COMMAND)
 
 
 def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
@@ -141,7 +135,7 @@ def _settings(args: argparse.Namespace) -> tuple[ThroughputConfig, DatasetConfig
     values = dict(settings.values)
     if load.prefix_len:
         values["random_prefix_len"] = load.prefix_len
-    dataset = build(DatasetConfig, values, OWN_SETTINGS[COMMAND].values())
+    dataset = build(DatasetConfig, values)
     if dataset.dataset_name in ("multi_turn", "random-rerank") or dataset.random_batch_size > 1:
         flag = "--random-batch-size" if dataset.random_batch_size > 1 else "--dataset-name"
         raise ConfigError(flag, "needs a server; use `bench serve`")
@@ -241,7 +235,7 @@ def _adapters(load: ThroughputConfig, copies: int, count: int, seed: int) -> lis
     if not load.lora_path:
         return None
     requests = [LoRARequest(f"bench-{number}", number, load.lora_path) for number in range(1, copies + 1)]
-    by_name = {each.lora_name: each for each in requests}
+    by_name = {request.lora_name: request for request in requests}
     rng = np.random.default_rng(seed)
     names = lora_names(list(by_name), load.lora_assignment, count, lambda size: int(rng.integers(size)))
     return [by_name[name] for name in names]
@@ -310,8 +304,8 @@ def _compare(load: ThroughputConfig, dataset: DatasetConfig, settings: ResolvedS
             f"{spec.name:<16}{versions[spec.name]:<22}{'' if size is None else f'{size / 1e6:.0f}':>14}"
             f"{engines[spec.name]['median']:>18.2f}{'' if ratio is None else f'{ratio:.2f} x':>18}"
         )
-    known = [size for size in sizes.values() if size is not None]
-    if known and max(known) > UNEQUAL_WEIGHTS * min(known):
+    known_sizes = [size for size in sizes.values() if size is not None]
+    if known_sizes and max(known_sizes) > UNEQUAL_WEIGHTS * min(known_sizes):
         print("The engines read weights of different sizes: this compares formats, too, not engines alone.")
     first = specs[0].name
     outputs = sum(work.outputs)

@@ -39,9 +39,9 @@ class Api:
 
     body: Callable[[DatasetSample, EarlierTurns], dict[str, Any]]
     read: ReadPiece
-    limit: str = ""  # empty if nothing is generated
+    limit: str = ""  # Field of the token limit; empty if nothing is generated.
     logprobs: Callable[[int], Mapping[str, Any]] = lambda count: {}
-    usage: bool = False  # the stream reports usage only if it is requested
+    usage: bool = False  # The stream reports usage only if it is requested.
 
 
 def _completion(sample: DatasetSample, before: EarlierTurns) -> dict[str, Any]:

@@ -20,10 +20,10 @@ def schedule(
     Samples that follow another arrive with it; they are sent when it is answered. `recorded`: use recorded times unless
     --no-self-timed. Raises ConfigError if --self-timed is set and there are none.
     """
-    if config.self_timed and any(sample.at is None for sample in samples):
+    if config.self_timed and any(sample.arrival is None for sample in samples):
         raise ConfigError("--self-timed", "the dataset has no arrival times; use --request-rate")
     if config.self_timed or (recorded and config.self_timed is None):
-        return [sample.at or 0.0 for sample in samples]
+        return [sample.arrival or 0.0 for sample in samples]
     firsts = [index for index, sample in enumerate(samples) if sample.follows is None]
     times = dict(zip(firsts, arrival_times(config, len(firsts), rng).tolist()))
     for index, sample in enumerate(samples):

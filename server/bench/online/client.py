@@ -24,11 +24,11 @@ REQUEST_SECONDS: Final = 6 * 3600.0
 class Piece:
     """What one event of an answer says."""
 
-    counts: bool = False  # it has output, so its arrival is timed
+    counts: bool = False  # It has output, so its arrival is timed.
     text: str = ""
     prompt_tokens: int | None = None
     output_tokens: int | None = None
-    is_last: bool = False  # the answer is complete, whatever follows
+    is_last: bool = False  # The answer is complete, whatever follows.
 
 
 ReadPiece = Callable[[Mapping[str, Any]], Piece]
@@ -39,7 +39,7 @@ ReadPiece = Callable[[Mapping[str, Any]], Piece]
 class Endpoint:
     """The endpoint under load. Connections are kept and used again, from one event loop."""
 
-    url: str  # with path
+    url: str  # URL with the path.
     headers: Mapping[str, str]
     read: ReadPiece
     streamed: bool = True
@@ -61,8 +61,8 @@ class Endpoint:
         outcome = Outcome(start=time.perf_counter(), prompt_tokens=prompt_tokens, sequences=sequences)
         try:
             async with asyncio.timeout(REQUEST_SECONDS), aclosing(self._pieces(body, headers or {})) as pieces:
-                async for at, piece in pieces:
-                    _record(outcome, at, piece)
+                async for arrival, piece in pieces:
+                    _record(outcome, arrival, piece)
             if not outcome.end:
                 raise ApiError("the answer is empty")
         except (ApiError, OSError, ValueError, TimeoutError, httptools.HttpParserError) as error:
@@ -81,14 +81,14 @@ class Endpoint:
         """Yield (arrival time, piece) up to the last. Raises ApiError, also for an error event."""
         raw = json.dumps(body).encode()
         if not self.streamed:
-            chunks = [each async for each in self._chunks(raw, headers)]
-            whole = json.loads(b"".join(chunk for _, chunk in chunks))
-            yield (chunks[-1][0], self.read(whole)) if isinstance(whole, dict) else (0.0, Piece())
+            chunks = [chunk async for chunk in self._chunks(raw, headers)]
+            answer = json.loads(b"".join(chunk for _, chunk in chunks))
+            yield (chunks[-1][0], self.read(answer)) if isinstance(answer, dict) else (0.0, Piece())
             return
         tail = b""
         complete = False
         async with aclosing(self._chunks(raw, headers)) as arriving:
-            async for at, chunk in arriving:
+            async for arrival, chunk in arriving:
                 *events, tail = (tail + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
                 for data in filter(None, map(_data, events)):
                     if data == b"[DONE]":
@@ -99,7 +99,7 @@ class Endpoint:
                         raise ApiError(message_of(data))
                     piece = self.read(event)
                     complete = complete or piece.is_last
-                    yield at, piece
+                    yield arrival, piece
         if not complete:
             raise ApiError("the answer ended early")
 
@@ -241,7 +241,7 @@ class _Exchange(asyncio.Protocol):
         self._status = 0
         self._error_body = b""
         self._complete = self._stays_open = False
-        self._until_close = True  # the body has neither a length nor chunks: it ends with the connection
+        self._until_close = True  # The body has neither a length nor chunks: it ends with the connection.
 
 
 def _data(event: bytes) -> bytes:
@@ -250,7 +250,7 @@ def _data(event: bytes) -> bytes:
     return b"\n".join(lines)
 
 
-def _record(outcome: Outcome, at: float, piece: Piece) -> None:
+def _record(outcome: Outcome, arrival: float, piece: Piece) -> None:
     if piece.prompt_tokens is not None:
         outcome.prompt_tokens = piece.prompt_tokens
     if piece.output_tokens is not None:
@@ -258,10 +258,10 @@ def _record(outcome: Outcome, at: float, piece: Piece) -> None:
     if not piece.counts:
         return
     if outcome.end:
-        outcome.gaps.append(at - outcome.end)
+        outcome.gaps.append(arrival - outcome.end)
     else:
-        outcome.ttft = at - outcome.start
-    outcome.end = at
+        outcome.ttft = arrival - outcome.start
+    outcome.end = arrival
     outcome.text += piece.text
     if piece.output_tokens is None:
         outcome.output_tokens += 1

@@ -26,17 +26,17 @@ class PlannedRequest:
     """One request of the load."""
 
     sample: DatasetSample
-    at: float  # arrival time, in seconds after the start
+    arrival: float  # Arrival time in seconds after the start.
     model: str
-    id: str = ""  # the header x-request-id
+    id: str = ""  # Value of the header x-request-id.
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
     """What a load gave."""
 
-    outcomes: list[Outcome]  # in the order of the requests
-    seconds: float  # from the start to the last answer
+    outcomes: list[Outcome]  # Outcomes in the order of the requests.
+    seconds: float  # Seconds from the start to the last answer.
     probes: list[Outcome] = field(default_factory=list)
 
 
@@ -46,7 +46,7 @@ class LoadGenerator:
 
     endpoint: Endpoint
     api: Api
-    fields: Mapping[str, Any]  # of each body
+    fields: Mapping[str, Any]  # Fields of every body.
     logprobs: int | None = None
     max_concurrency: int | None = None
     show_progress: bool = True
@@ -82,9 +82,9 @@ class LoadGenerator:
             began = time.perf_counter()
 
             async def one(request: PlannedRequest) -> tuple[Outcome, EarlierTurns]:
-                await asyncio.sleep(began + request.at - time.perf_counter())
+                await asyncio.sleep(began + request.arrival - time.perf_counter())
                 before = EarlierTurns()
-                arrival = began + request.at
+                arrival = began + request.arrival
                 if request.sample.follows is not None:
                     previous, before = await tasks[request.sample.follows]
                     if previous.error:
@@ -146,7 +146,7 @@ class LoadGenerator:
 
 def probe_results(probes: Sequence[Outcome]) -> dict[str, Any]:
     """Return the latencies of probes in milliseconds; empty if none succeeded."""
-    latencies = np.array([each.latency for each in probes if not each.error]) * 1000.0
+    latencies = np.array([probe.latency for probe in probes if not probe.error]) * 1000.0
     if not latencies.size:
         return {}
     return {

@@ -15,16 +15,16 @@ from pagoda.common.config.groups.bench.traffic import ReportConfig, TrafficConfi
 class Outcome:
     """The timing of a request, in seconds."""
 
-    start: float = 0.0  # when it was sent, by the clock of the benchmark
-    end: float = 0.0  # when the last piece of the answer arrived
+    start: float = 0.0  # Time at which it was sent, by the clock of the benchmark.
+    end: float = 0.0  # Time at which the last piece of the answer arrived.
     ttft: float = 0.0
-    gaps: list[float] = field(default_factory=list)  # between successive pieces of the answer
+    gaps: list[float] = field(default_factory=list)  # Seconds between successive pieces of the answer.
     prompt_tokens: int = 0
     output_tokens: int = 0
-    sequences: int = 1  # texts in the request: those of a batch of embeddings
-    queued: float = 0.0  # waited for a free place of --max-concurrency before it was sent
-    text: str = ""  # the answer
-    error: str = ""  # why it failed; the timing is then meaningless
+    sequences: int = 1  # Number of texts in the request, as in a batch of embeddings.
+    queued: float = 0.0  # Seconds that it waited for a free place of --max-concurrency before it was sent.
+    text: str = ""  # Text of the answer.
+    error: str = ""  # Why it failed; the timing is then meaningless.
 
     @property
     def latency(self) -> float:
@@ -55,7 +55,7 @@ def results_of(
     `seconds`: from the start to the last answer. `traffic`: adds latencies of the client's queue. `pooling`: requests
     have no output tokens.
     """
-    good = [each for each in outcomes if not each.error]
+    good = [outcome for outcome in outcomes if not outcome.error]
     totals = _pooling_totals(good, seconds) if pooling else _totals(good, seconds, report)
     results: dict[str, Any] = {
         "duration": seconds,
@@ -77,41 +77,41 @@ def latencies_of(
     values = {}
     if not pooling:
         values = {
-            "ttft": [each.ttft for each in good],
-            "tpot": [each.per_token for each in good if each.per_token is not None],
-            "itl": [gap for each in good for gap in each.gaps],
+            "ttft": [outcome.ttft for outcome in good],
+            "tpot": [outcome.per_token for outcome in good if outcome.per_token is not None],
+            "itl": [gap for outcome in good for gap in outcome.gaps],
         }
-    values["e2el"] = [each.latency for each in good]
+    values["e2el"] = [outcome.latency for outcome in good]
     if traffic is not None and traffic.max_concurrency is not None:
-        values["client_queue_time"] = [each.queued for each in good]
-        values["e2el_including_client_queue"] = [each.latency + each.queued for each in good]
+        values["client_queue_time"] = [outcome.queued for outcome in good]
+        values["e2el_including_client_queue"] = [outcome.latency + outcome.queued for outcome in good]
     return values
 
 
 def times_of(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     """Return what every result file has of each request, in the order of the dataset and in seconds."""
     return {
-        "latencies": [0.0 if each.error else each.latency for each in outcomes],
-        "queue_times": [each.queued for each in outcomes],
+        "latencies": [0.0 if outcome.error else outcome.latency for outcome in outcomes],
+        "queue_times": [outcome.queued for outcome in outcomes],
     }
 
 
 def detailed(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return the other measurements of every request in the order of the dataset, times in seconds."""
     return {
-        "input_lens": [each.prompt_tokens for each in outcomes],
-        "output_lens": [each.output_tokens for each in outcomes],
-        "start_times": [each.start for each in outcomes],
-        "ttfts": [each.ttft for each in outcomes],
-        "itls": [each.gaps for each in outcomes],
-        "generated_texts": [each.text for each in outcomes],
-        "errors": [each.error for each in outcomes],
+        "input_lens": [outcome.prompt_tokens for outcome in outcomes],
+        "output_lens": [outcome.output_tokens for outcome in outcomes],
+        "start_times": [outcome.start for outcome in outcomes],
+        "ttfts": [outcome.ttft for outcome in outcomes],
+        "itls": [outcome.gaps for outcome in outcomes],
+        "generated_texts": [outcome.text for outcome in outcomes],
+        "errors": [outcome.error for outcome in outcomes],
     }
 
 
 def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
     """Return the largest number of requests that were in flight at once."""
-    events = [(each.start, 1) for each in outcomes] + [(each.end, -1) for each in outcomes]
+    events = [(outcome.start, 1) for outcome in outcomes] + [(outcome.end, -1) for outcome in outcomes]
     changes = np.array([change for _, change in sorted(events)], np.int64)
     return int(changes.cumsum().max(initial=0))
 
@@ -123,20 +123,20 @@ def peak_tokens(outcomes: Sequence[Outcome]) -> float:
     """
     if not outcomes:
         return 0.0
-    first = min(each.start for each in outcomes)
-    counts = np.zeros(int(max(each.end for each in outcomes) - first) + 1)
-    for each in outcomes:
-        arrivals = each.start - first + each.ttft + np.cumsum([0.0, *each.gaps])
-        share = each.output_tokens / len(arrivals)
+    first = min(outcome.start for outcome in outcomes)
+    counts = np.zeros(int(max(outcome.end for outcome in outcomes) - first) + 1)
+    for outcome in outcomes:
+        arrivals = outcome.start - first + outcome.ttft + np.cumsum([0.0, *outcome.gaps])
+        share = outcome.output_tokens / len(arrivals)
         np.add.at(counts, np.minimum(arrivals.astype(np.int64), len(counts) - 1), share)
     return float(counts.max())
 
 
 def _totals(good: Sequence[Outcome], seconds: float, report: ReportConfig) -> dict[str, Any]:
-    inputs = sum(each.prompt_tokens for each in good)
-    outputs = sum(each.output_tokens for each in good)
+    inputs = sum(outcome.prompt_tokens for outcome in good)
+    outputs = sum(outcome.output_tokens for outcome in good)
     objectives = report.objectives
-    goodput = sum(each.meets(objectives) for each in good) / seconds if objectives else None
+    goodput = sum(outcome.meets(objectives) for outcome in good) / seconds if objectives else None
     return {
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
@@ -150,8 +150,8 @@ def _totals(good: Sequence[Outcome], seconds: float, report: ReportConfig) -> di
 
 
 def _pooling_totals(good: Sequence[Outcome], seconds: float) -> dict[str, Any]:
-    inputs = sum(each.prompt_tokens for each in good)
-    sequences = sum(each.sequences for each in good)
+    inputs = sum(outcome.prompt_tokens for outcome in good)
+    sequences = sum(outcome.sequences for outcome in good)
     return {
         "total_input_tokens": inputs,
         "total_input_sequences": sequences,

@@ -46,7 +46,7 @@ from pagoda.server.bench.report.pages import timeline_page
 from pagoda.server.bench.report.plots import need_matplotlib, plot_lengths
 from pagoda.server.bench.report.table import result_table
 from pagoda.server.cli.client.http_client import ApiClient, ApiError
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
+from pagoda.server.settings.flags import resolve_flags
 from pagoda.server.settings.tokenizer import open_tokenizer
 
 SETTINGS: Final = OWN_SETTINGS["bench serve"]
@@ -131,10 +131,6 @@ class ServeBenchmark:
         return self.files.label or self.target.backend
 
 
-def add_arguments(parser: FlagParser) -> None:
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure and print. Returns 0. Raises PagodaError if a request failed or the server is unreachable."""
     bench = benchmark_of(args)
@@ -153,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     shown = {"max_concurrency": bench.traffic.max_concurrency, "request_rate": bench.traffic.request_rate}
     print(result_table(results | shown, bench.report.metric_percentiles))
     _write_files(bench, name, source if tokenizer is not None else None, results, measured.outcomes)
-    errors = [each.error for each in measured.outcomes if each.error]
+    errors = [outcome.error for outcome in measured.outcomes if outcome.error]
     if errors:
         raise PagodaError(f"{len(errors)} of {len(requests)} requests failed, the first with: {errors[0]}")
     return 0
@@ -162,9 +158,13 @@ def run(args: argparse.Namespace) -> int:
 def benchmark_of(args: argparse.Namespace) -> ServeBenchmark:
     """Return the settings of the command line. Raises ConfigError."""
     values = resolve_flags(args, SETTINGS)
-    known = SETTINGS.values()
-    groups = (ServeLoadConfig, DatasetConfig, TrafficConfig, ReportConfig, ResultFileConfig)
-    return ServeBenchmark(*(build(group, values, known) for group in groups))
+    return ServeBenchmark(
+        target=build(ServeLoadConfig, values),
+        dataset=build(DatasetConfig, values),
+        traffic=build(TrafficConfig, values),
+        report=build(ReportConfig, values),
+        files=build(ResultFileConfig, values),
+    )
 
 
 def plan_requests(bench: ServeBenchmark, model: str, tokenizer: Tokenizer | None) -> list[PlannedRequest]:
@@ -181,8 +181,8 @@ def plan_requests(bench: ServeBenchmark, model: str, tokenizer: Tokenizer | None
         names = lora_names(target.lora_modules, target.lora_assignment, len(samples), choose)
     prefix = f"bench-{uuid.uuid4().hex[:8]}-" if target.request_id_prefix is None else target.request_id_prefix
     return [
-        PlannedRequest(sample, at, name, f"{prefix}{index}")
-        for index, (sample, at, name) in enumerate(zip(samples, times, names))
+        PlannedRequest(sample, arrival, name, f"{prefix}{index}")
+        for index, (sample, arrival, name) in enumerate(zip(samples, times, names))
     ]
 
 
@@ -244,7 +244,7 @@ def _model(target: ServeLoadConfig, key: str | None) -> tuple[str, str]:
     cards = _cards(target, key)
     if not cards:
         raise ApiError(f"{target.address}: the server lists no model")
-    card = next((each for each in cards if each["id"] == name), cards[0])
+    card = next((listed for listed in cards if listed["id"] == name), cards[0])
     return name or str(card["id"]), source or str(card.get("root") or card["id"])
 
 
@@ -321,12 +321,12 @@ def _write_files(
     if not (files.save_result or files.append_result or files.plot_timeline or files.plot_dataset_stats):
         return
     path = result_path(bench, model, now)
-    whole = result_header(bench, model, tokenizer, now) | results | times_of(outcomes)
-    whole |= detailed(outcomes) if files.save_detailed else {}
+    report = result_header(bench, model, tokenizer, now) | results | times_of(outcomes)
+    report |= detailed(outcomes) if files.save_detailed else {}
     if files.append_result:
-        _append(path, whole)
+        _append(path, report)
     elif files.save_result:
-        write_results(str(path), whole, "--result-filename")
+        write_results(str(path), report, "--result-filename")
     if files.plot_timeline:
         page = timeline_page(outcomes, files.timeline_itl_thresholds, f"{model}, {now:%Y-%m-%d %H:%M}")
         path.with_suffix(".timeline.html").write_text(page, encoding="utf-8")

@@ -24,8 +24,8 @@ WORKER: Final = Path(__file__).with_name("worker.py")
 class EngineSpec:
     """An engine to measure. `options`: arguments of its constructor."""
 
-    name: str  # unique among the engines
-    engine: str  # pagoda, vllm, transformers or llama.cpp
+    name: str  # A name that is unique among the engines.
+    engine: str  # One of pagoda, vllm, transformers and llama.cpp.
     options: Mapping[str, Any]
     python: str = sys.executable
 
@@ -60,7 +60,7 @@ class EngineWorker:
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         message = {"prompts": list(map(list, work.prompts)), "outputs": list(work.outputs), "busy": busy}
-        with contextlib.suppress(BrokenPipeError):  # then there is no answer, and the log says why
+        with contextlib.suppress(BrokenPipeError):  # There is then no answer, and the log says why.
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
         answer = self._answer()
@@ -128,12 +128,13 @@ def summary(speeds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return engine -> its rounds and their median, and under `ratios` the first engine's ratio to each other."""
     first, *others = speeds
     result: dict[str, Any] = {
-        name: {"output_tokens_per_s": list(each), "median": statistics.median(each)} for name, each in speeds.items()
+        name: {"output_tokens_per_s": list(rounds), "median": statistics.median(rounds)}
+        for name, rounds in speeds.items()
     }
     ratios = {}
     for name in others:
-        each = [round(ours / theirs, 2) for ours, theirs in zip(speeds[first], speeds[name])]
-        ratios[name] = {"rounds": each, "median": round(statistics.median(each), 2)}
+        round_ratios = [round(ours / theirs, 2) for ours, theirs in zip(speeds[first], speeds[name])]
+        ratios[name] = {"rounds": round_ratios, "median": round(statistics.median(round_ratios), 2)}
     return result | {"ratios": ratios}
 
 

@@ -33,8 +33,8 @@ def offline_engine(module: str, options: dict[str, Any]) -> Generate:
 
     def generate(prompts: list[list[int]], outputs: list[int]) -> int:
         params = [engine.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in outputs]
-        done = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        return sum(len(each.outputs[0].token_ids) for each in done)
+        outputs_of_prompts = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs_of_prompts)
 
     return generate
 
@@ -64,8 +64,8 @@ def transformers_engine(options: dict[str, Any]) -> Generate:
             counts = outputs[start : start + batch_size]
             width = max(map(len, batch))
             count = max(counts)
-            ids = torch.tensor([[0] * (width - len(each)) + each for each in batch], device=device)
-            mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in batch], device=device)
+            ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch], device=device)
+            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch], device=device)
             model.generate(
                 ids,
                 attention_mask=mask,
@@ -127,8 +127,8 @@ def llama_engine(options: dict[str, Any]) -> Generate:
         lib.llama_memory_clear(lib.llama_get_memory(state), True)
         last = []
         for sequence, prompt in enumerate(prompts):
-            rows = [(token, at, sequence, at + 1 == len(prompt)) for at, token in enumerate(prompt)]
-            sampled = [token for at in range(0, len(rows), 2048) for token in decode(rows[at : at + 2048])]
+            rows = [(token, position, sequence, position + 1 == len(prompt)) for position, token in enumerate(prompt)]
+            sampled = [token for start in range(0, len(rows), 2048) for token in decode(rows[start : start + 2048])]
             last.append(sampled[-1])
         for step in range(max(outputs) - 1):
             live = [n for n, count in enumerate(outputs) if step + 1 < count]
@@ -139,8 +139,8 @@ def llama_engine(options: dict[str, Any]) -> Generate:
 
     def generate(prompts: list[list[int]], outputs: list[int]) -> int:
         return sum(
-            generate_some(prompts[at : at + sequences], outputs[at : at + sequences])
-            for at in range(0, len(prompts), sequences)
+            generate_some(prompts[first : first + sequences], outputs[first : first + sequences])
+            for first in range(0, len(prompts), sequences)
         )
 
     return generate
@@ -180,7 +180,7 @@ def main() -> None:
     options = json.loads(sys.argv[2])
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the engine prints goes to stderr
+    os.dup2(2, 1)  # Whatever the engine prints goes to stderr.
     generate = start(engine, options)
     print(json.dumps({"version": installed_version(engine)}), file=answers, flush=True)
     for line in sys.stdin:

@@ -13,7 +13,7 @@ from pagoda.server.bench.online.metrics import Outcome
 
 COLOURS: Final = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 _WAITING: Final = "#94a3b8"
-_SPEEDS: Final = ("#16a34a", "#f59e0b", "#dc2626")  # of tokens: fast, between the thresholds, slow
+_SPEEDS: Final = ("#16a34a", "#f59e0b", "#dc2626")  # Colours of tokens: fast, between the thresholds, slow.
 _STYLE: Final = """
 body{font:14px/1.45 system-ui,sans-serif;margin:24px auto;max-width:1100px;padding:0 16px;color:#1e293b;background:#fff}
 h1{font-size:20px}h2{font-size:16px;margin-top:28px}p,td,th{color:#334155}
@@ -76,20 +76,15 @@ class Scale:
         return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def line_chart(
-    title: str, series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str, *, joined: bool = True
-) -> str:
-    """Return an SVG chart of named series of points; the legend has the series if there are several.
-
-    `joined`: connect the points of a series, in their order.
-    """
+def line_chart(title: str, series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str) -> str:
+    """Return an SVG chart of named series, each a line through its points; the legend has them if there are several."""
     width = 520
     height = 320
     left = 68
     right = 16
     top = 34
     bottom = 46
-    points = [point for each in series.values() for point in each]
+    points = [point for curve in series.values() for point in curve]
     if not points:
         return ""
     x = Scale(min(0.0, *(p[0] for p in points)), max(p[0] for p in points), left, width - right)
@@ -108,9 +103,8 @@ def line_chart(
         f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{escape(y_label)}</text>'
     )
     for (name, values), colour in zip(series.items(), _repeat(COLOURS)):
-        if joined:
-            path = " ".join(f"{x(a)},{y(b)}" for a, b in values)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        path = " ".join(f"{x(a)},{y(b)}" for a, b in values)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for a, b in values:
             label = escape(f"{name}: {x_label} {a:g}, {y_label} {b:g}")
             parts.append(f'<circle cx="{x(a)}" cy="{y(b)}" r="4" fill="{colour}"><title>{label}</title></circle>')
@@ -123,7 +117,7 @@ def timeline_page(outcomes: Sequence[Outcome], thresholds: Sequence[float], titl
 
     `thresholds`: two inter-token latencies in milliseconds.
     """
-    good = sorted((each for each in outcomes if not each.error), key=lambda each: each.start)
+    good = sorted((outcome for outcome in outcomes if not outcome.error), key=lambda outcome: outcome.start)
     failed = len(outcomes) - len(good)
     if not good:
         return page(f"Requests over time: {title}", f"<p>All {failed} requests failed.</p>")
@@ -131,22 +125,22 @@ def timeline_page(outcomes: Sequence[Outcome], thresholds: Sequence[float], titl
     bar = 9
     left = 40
     width = 1060
-    x = Scale(0.0, max(each.end for each in good) - first, left, width - 10)
+    x = Scale(0.0, max(outcome.end for outcome in good) - first, left, width - 10)
     height = bar * len(good) + 40
     parts = []
     for tick in x.ticks(10):
         parts.append(f'<line x1="{x(tick)}" x2="{x(tick)}" y1="20" y2="{height - 18}" stroke="#e2e8f0"/>')
         parts.append(f'<text x="{x(tick)}" y="14" text-anchor="middle">{tick:g} s</text>')
-    for index, each in enumerate(good):
+    for index, outcome in enumerate(good):
         top = 22 + bar * index
         label = (
-            f"request {index}: {each.prompt_tokens} tokens in, {each.output_tokens} out; first token after "
-            f"{each.ttft * 1000:.0f} ms, whole answer {each.latency * 1000:.0f} ms"
+            f"request {index}: {outcome.prompt_tokens} tokens in, {outcome.output_tokens} out; first token after "
+            f"{outcome.ttft * 1000:.0f} ms, whole answer {outcome.latency * 1000:.0f} ms"
         )
         rects = "".join(
             f'<rect x="{x(start)}" y="{top}" width="{max(0.5, x(end) - x(start)):.2f}" height="{bar - 2}" '
             f'fill="{colour}"/>'
-            for start, end, colour in _segments(each, first, thresholds)
+            for start, end, colour in _segments(outcome, first, thresholds)
         )
         parts.append(f"<g>{rects}<title>{escape(label)}</title></g>")
     low, high = thresholds
@@ -162,14 +156,14 @@ def timeline_page(outcomes: Sequence[Outcome], thresholds: Sequence[float], titl
     return page(f"Requests over time: {title}", note, legend, _svg(width, height, parts))
 
 
-def _segments(each: Outcome, first: float, thresholds: Sequence[float]) -> Iterator[tuple[float, float, str]]:
+def _segments(outcome: Outcome, first: float, thresholds: Sequence[float]) -> Iterator[tuple[float, float, str]]:
     """Yield (start, end, colour) in seconds since `first`; successive tokens of one colour are one segment."""
-    at = each.start - first + each.ttft
-    yield each.start - first, at, _WAITING
-    for speed, gaps in groupby(each.gaps, key=lambda gap: sum(gap * 1000.0 > limit for limit in thresholds)):
-        end = at + sum(gaps)
-        yield at, end, _SPEEDS[speed]
-        at = end
+    start = outcome.start - first + outcome.ttft
+    yield outcome.start - first, start, _WAITING
+    for speed, gaps in groupby(outcome.gaps, key=lambda gap: sum(gap * 1000.0 > limit for limit in thresholds)):
+        end = start + sum(gaps)
+        yield start, end, _SPEEDS[speed]
+        start = end
 
 
 def _svg(width: int, height: int, parts: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ def need_matplotlib(flag: str) -> None:
 
 def figure(rows: int, columns: int, width: float, height: float) -> tuple[Figure, list[list[Axes]]]:
     """Return an empty figure of subplots, each of a size in inches."""
-    from matplotlib.figure import Figure  # optional, and slow to import
+    from matplotlib.figure import Figure  # The import is optional and slow.
 
     drawn = Figure(figsize=(width * columns, height * rows), layout="constrained")
     return drawn, drawn.subplots(rows, columns, squeeze=False).tolist()
@@ -51,9 +51,9 @@ def draw_series(axes: Axes, series: Mapping[str, Sequence[tuple[float, float, fl
 
 def plot_lengths(outcomes: Sequence[Outcome], path: Path) -> None:
     """Write histograms of the prompt, output and total lengths of the requests that succeeded."""
-    good = [each for each in outcomes if not each.error]
-    inputs = [each.prompt_tokens for each in good]
-    outputs = [each.output_tokens for each in good]
+    good = [outcome for outcome in outcomes if not outcome.error]
+    inputs = [outcome.prompt_tokens for outcome in good]
+    outputs = [outcome.output_tokens for outcome in good]
     drawn, ((*all_axes,),) = figure(1, 3, 4.5, 3.6)
     totals = [a + b for a, b in zip(inputs, outputs)]
     for axes, title, lengths in zip(all_axes, ("Prompt", "Output", "Prompt + output"), (inputs, outputs, totals)):

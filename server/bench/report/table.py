@@ -41,21 +41,22 @@ _PROBES: Final = {
 }
 
 
-def result_table(
-    results: Mapping[str, Any], percentiles: Sequence[float], title: str = "Serving Benchmark Result"
-) -> str:
+def result_table(results: Mapping[str, Any], percentiles: Sequence[float]) -> str:
     """Return the results of `metrics.results_of` as a table.
 
     `max_concurrency` and a finite `request_rate` are shown if `results` has them.
     """
-    lines = [f"{f' {title} ':=^{WIDTH}}", *_rows(_TOTALS, results)]
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_rows(_TOTALS, results)]
     if "probe_completed" in results:
         lines += [f"{'Probe Requests':-^{WIDTH}}", *_rows(_PROBES, results)]
     for name, (short, heading) in TITLES.items():
         if f"mean_{name}_ms" in results:
             lines.append(f"{heading:-^{WIDTH}}")
             statistics = ("mean", "median", *(f"p{percentile:g}" for percentile in percentiles))
-            lines += [row(f"{each.capitalize()} {short} (ms):", results[f"{each}_{name}_ms"]) for each in statistics]
+            lines += [
+                row(f"{statistic.capitalize()} {short} (ms):", results[f"{statistic}_{name}_ms"])
+                for statistic in statistics
+            ]
     if drafts := acceptance_rows(results):
         lines += [f"{'Speculative Decoding':-^{WIDTH}}", *(row(label, value) for label, value in drafts)]
     return "\n".join([*lines, "=" * WIDTH])

@@ -25,13 +25,13 @@ class Combination:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Combination:
         """Return a combination that is named after its values unless it has a name."""
-        given = {key: value for key, value in values.items() if key != NAME_KEY}
+        flags = {key: value for key, value in values.items() if key != NAME_KEY}
         name = values.get(NAME_KEY)
-        return cls(str(name) if name else "-".join(f"{key}={value}" for key, value in given.items()), given)
+        return cls(str(name) if name else "-".join(f"{key}={value}" for key, value in flags.items()), flags)
 
     def with_value(self, key: str, value: Any) -> Combination:
         """Return a combination of the same name in which a flag is replaced."""
-        others = {name: each for name, each in self.values.items() if _same(name, key) is False}
+        others = {name: other for name, other in self.values.items() if _same(name, key) is False}
         return Combination(self.name, {**others, key: value})
 
     def get(self, key: str) -> Any:
@@ -69,7 +69,7 @@ def read_params(path: str | None, flag: str) -> list[Combination]:
     if not isinstance(rows, list) or not rows:
         raise ConfigError(flag, f"{path}: is neither a list of objects nor an object of objects")
     combinations = [Combination.of(_object(row, path, flag)) for row in rows]
-    names = [each.name for each in combinations]
+    names = [combination.name for combination in combinations]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(flag, f"{path}: two combinations are named {name or 'defaults'}; rename one")

@@ -12,26 +12,21 @@ from pagoda.common.config.settings import build
 from pagoda.server.bench.report.plots import draw_series, figure, need_matplotlib, save
 from pagoda.server.bench.sweep.report import write_report
 from pagoda.server.bench.sweep.results import binned, figure_path, filtered, grouped, points, read_runs
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
+from pagoda.server.settings.flags import resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["bench sweep plot"]
 
 
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("experiment_dir", metavar="EXPERIMENT_DIR", help="Folder of a sweep's results.")
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Write the figures and the report page. Returns 0."""
-    config: PlotConfig = build(PlotConfig, resolve_flags(args, SETTINGS), SETTINGS.values())
+    config = build(PlotConfig, resolve_flags(args, SETTINGS))
     folder = Path(args.experiment_dir)
     runs = binned(filtered(read_runs(folder), config.filter_by), config.bin_by)
     if not config.dry_run:
         need_matplotlib("bench sweep plot")
     for group, rows in grouped(runs, config.fig_by).items():
         path = figure_path(folder / config.fig_dir, config.fig_name, group)
-        curves = {name: len(each) for name, each in grouped(rows, config.curve_by).items()}
+        curves = {name: len(curve) for name, curve in grouped(rows, config.curve_by).items()}
         print(f"{path}: {len(rows)} runs, {len(curves)} curves of {config.var_y} against {config.var_x}")
         if not config.dry_run:
             _draw(config, rows, path)
@@ -50,8 +45,8 @@ def _draw(config: PlotConfig, runs: list[dict[str, Any]], path: Path) -> None:
         for column, axes in zip(columns, in_row):
             chosen = [run for run in grouped(runs, config.row_by)[row] if run in grouped(runs, config.col_by)[column]]
             series = {
-                name: points(each, config.var_x, config.var_y, ("--var-x", "--var-y"))
-                for name, each in grouped(chosen, config.curve_by).items()
+                name: points(curve, config.var_x, config.var_y, ("--var-x", "--var-y"))
+                for name, curve in grouped(chosen, config.curve_by).items()
             }
             draw_series(axes, series, error_bars=not config.no_error_bars)
             axes.set(xlabel=config.var_x, ylabel=config.var_y, title=" | ".join(filter(None, (row, column))))

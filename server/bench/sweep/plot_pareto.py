@@ -14,7 +14,7 @@ from pagoda.common.config.settings import build
 from pagoda.common.errors import ConfigError
 from pagoda.server.bench.report.plots import figure, need_matplotlib, save
 from pagoda.server.bench.sweep.results import Run, read_runs
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
+from pagoda.server.settings.flags import resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["bench sweep plot_pareto"]
 _SIZES: Final = (("tensor_parallel_size", "tp"), ("pipeline_parallel_size", "pp"), ("data_parallel_size", "dp"))
@@ -29,17 +29,12 @@ class ParetoPoint:
     label: str
 
 
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("experiment_dir", metavar="EXPERIMENT_DIR", help="Folder of a sweep's results.")
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the frontier and draw it to pareto/PARETO.png. Returns 0."""
-    config: ParetoConfig = build(ParetoConfig, resolve_flags(args, SETTINGS), SETTINGS.values())
+    config = build(ParetoConfig, resolve_flags(args, SETTINGS))
     folder = Path(args.experiment_dir)
     runs = read_runs(folder)
-    points = [point for point in (pareto_point(each, config) for each in runs) if point is not None]
+    points = [point for point in (pareto_point(run, config) for run in runs) if point is not None]
     if not points:
         raise ConfigError("--user-count-var", f"no run has {config.user_count_var} and output_throughput; use another")
     best = frontier(points)
@@ -62,8 +57,8 @@ def pareto_point(run: Run, config: ParetoConfig) -> ParetoPoint | None:
     if users is None or throughput is None:
         return None
     devices = device_count(run, config.gpu_count_var)
-    known = {**run, "gpu_count": f"{devices:g}"}
-    label = ", ".join(f"{name}={known[name]}" for name in config.label_by if known.get(name) is not None)
+    numbers = {**run, "gpu_count": f"{devices:g}"}
+    label = ", ".join(f"{name}={numbers[name]}" for name in config.label_by if numbers.get(name) is not None)
     return ParetoPoint(throughput / users, throughput / devices, label)
 
 
@@ -83,7 +78,7 @@ def device_count(run: Run, variable: str | None) -> float:
 def frontier(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
     """Return the points that no other exceeds in one value and reaches in the other, by speed for a user."""
     best: list[ParetoPoint] = []
-    for point in sorted(points, key=lambda each: (each.per_user, each.per_device), reverse=True):
+    for point in sorted(points, key=lambda candidate: (candidate.per_user, candidate.per_device), reverse=True):
         if not best or point.per_device > best[-1].per_device:
             best.append(point)
     return best[::-1]

@@ -47,7 +47,7 @@ def write_report(path: Path, runs: Sequence[dict[str, Any]], title: str) -> None
     charts = []
     for heading, x, y, x_label, y_label in CHARTS:
         numbers = [run for run in runs if _is_number(run.get(x)) and _is_number(run.get(y))]
-        series = {name or "all runs": _curve(each, x, y) for name, each in grouped(numbers, curves).items()}
+        series = {name or "all runs": _curve(curve, x, y) for name, curve in grouped(numbers, curves).items()}
         if len({point[0] for points in series.values() for point in points}) > 1:
             charts.append(line_chart(heading, series, x_label, y_label))
     columns = [*names, "run_number", *(name for name in RESULTS if any(run.get(name) is not None for run in runs))]
@@ -61,7 +61,7 @@ def _curve(runs: Sequence[dict[str, Any]], x: str, y: str) -> list[tuple[float, 
     """Return the mean point of the runs of each load, in the order of the loads."""
     others = [name for name in _LOADS if name not in ("run_number", x)]
     by_load = grouped(runs, [x, *others] if x in _LOADS else others)
-    return [(_mean(each, x), _mean(each, y)) for each in by_load.values()]
+    return [(_mean(runs, x), _mean(runs, y)) for runs in by_load.values()]
 
 
 def _mean(runs: Sequence[Mapping[str, Any]], name: str) -> float:

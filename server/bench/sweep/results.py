@@ -91,10 +91,10 @@ def points(runs: Sequence[Run], x: str, y: str, flags: tuple[str, str]) -> list[
     for run in runs:
         by_parameters.setdefault(_parameters(run, x), []).append(run)
     result = []
-    for each in by_parameters.values():
-        values = [float(run[y]) for run in each]
+    for repeated in by_parameters.values():
+        values = [float(run[y]) for run in repeated]
         result.append(
-            (statistics.mean(float(run[x]) for run in each), statistics.mean(values), statistics.pstdev(values))
+            (statistics.mean(float(run[x]) for run in repeated), statistics.mean(values), statistics.pstdev(values))
         )
     return sorted(result)
 

@@ -49,7 +49,7 @@ class Experiment:
 
     def path(self, **parts: Combination) -> Path:
         """Return the folder of a combination, named after its non-empty parts."""
-        names = [f"{kind.upper()}-{each.name}" for kind, each in parts.items() if each.name]
+        names = [f"{kind.upper()}-{combination.name}" for kind, combination in parts.items() if combination.name]
         return self.folder / file_name("-".join(names) or "defaults")
 
     def runs(
@@ -110,7 +110,7 @@ class SweptServer:
         with contextlib.suppress(ApiError):
             self.client.text("/health")
             raise ConfigError("--serve-cmd", f"another server answers on port {port}; add another --port")
-        environ = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
+        environ = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # The route /reset_prefix_cache needs this.
         try:
             self._process = subprocess.Popen(command, stdout=self._output, env=environ, start_new_session=True)
         except OSError as error:
@@ -154,12 +154,14 @@ class SweptServer:
 def run_command(command: Sequence[str], output: int | None) -> None:
     """Raises PagodaError if the command fails or does not exist."""
     try:
-        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+        completed = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
     except OSError as error:
         raise PagodaError(f"{command[0]}: {error.strerror}") from None
-    if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise PagodaError(f"{shlex.join(command)} ended with status {done.returncode}: {lines[-1] if lines else ''}")
+    if completed.returncode:
+        lines = [line.strip() for line in completed.stderr.splitlines() if line.strip()]
+        raise PagodaError(
+            f"{shlex.join(command)} ended with status {completed.returncode}: {lines[-1] if lines else ''}"
+        )
 
 
 @contextlib.contextmanager
@@ -219,7 +221,7 @@ def pairs_to_run(
     server_flags: Combination, bench_params: Sequence[Combination], serve: SweepServeConfig
 ) -> list[Combination]:
     """Return the benchmark flags that run with some server flags."""
-    return [each for each in bench_params if linked(server_flags, each, serve.link_vars)]
+    return [bench_flags for bench_flags in bench_params if linked(server_flags, bench_flags, serve.link_vars)]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,27 +10,17 @@ from pagoda.common.config.groups.bench.sweep import SweepConfig, SweepServeConfi
 from pagoda.common.config.settings import build
 from pagoda.common.errors import PagodaError
 from pagoda.server.bench.sweep.params import read_params
-from pagoda.server.bench.sweep.runs import (
-    Experiment,
-    is_measured,
-    measure_combination,
-    pairs_to_run,
-    swept_server,
-)
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
+from pagoda.server.bench.sweep.runs import Experiment, is_measured, measure_combination, pairs_to_run, swept_server
+from pagoda.server.settings.flags import resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["bench sweep serve"]
-
-
-def add_arguments(parser: FlagParser) -> None:
-    add_settings(parser, SETTINGS.values())
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure what has no results yet. Returns 0. Raises PagodaError if a run failed."""
     values = resolve_flags(args, SETTINGS)
-    config: SweepConfig = build(SweepConfig, values, SETTINGS.values())
-    serve: SweepServeConfig = build(SweepServeConfig, values, SETTINGS.values())
+    config = build(SweepConfig, values)
+    serve = build(SweepServeConfig, values)
     server_params = read_params(config.serve_params, "--serve-params")
     bench_params = read_params(serve.bench_params, "--bench-params")
     experiment = Experiment.of(config)

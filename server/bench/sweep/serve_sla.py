@@ -23,7 +23,7 @@ from pagoda.server.bench.sweep.runs import (
     swept_server,
     write_json,
 )
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
+from pagoda.server.settings.flags import resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["bench sweep serve_sla"]
 
@@ -100,24 +100,19 @@ def largest(meets: Meets, start: int, most: int) -> tuple[int | None, bool]:
     return good or None, bad == 1 or bool(good and bad - good == 1)
 
 
-def add_arguments(parser: FlagParser) -> None:
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Search. Returns 0. Raises PagodaError if a run failed."""
     values = resolve_flags(args, SETTINGS)
-    config: SweepConfig = build(SweepConfig, values, SETTINGS.values())
-    serve: SweepServeConfig = build(SweepServeConfig, values, SETTINGS.values())
-    sla: SlaConfig = build(SlaConfig, values, SETTINGS.values())
+    config = build(SweepConfig, values)
+    serve = build(SweepServeConfig, values)
+    sla = build(SlaConfig, values)
     server_params = read_params(config.serve_params, "--serve-params")
     bench_params = read_params(serve.bench_params, "--bench-params")
     objectives = read_params(sla.sla_params, "--sla-params")
-    for each in objectives:
-        _criteria(each, sla)
-    for each in bench_params:
-        if each.get(sla.sla_variable) is not None:
-            raise ConfigError("--bench-params", f"sets {sla.sla_variable}, which is searched; drop it there")
+    for objective in objectives:
+        _criteria(objective, sla)
+    if any(bench_flags.get(sla.sla_variable) is not None for bench_flags in bench_params):
+        raise ConfigError("--bench-params", f"sets {sla.sla_variable}, which is searched; drop it there")
     experiment = Experiment.of(config)
     results: list[dict[str, Any]] = []
     for server_flags in server_params:
@@ -155,9 +150,9 @@ class Search:
         def meets(value: int) -> bool:
             measured = self._measure(str(value), value)
             runs.extend(measured)
-            return all(each.met_by(measured) for each in criteria)
+            return all(criterion.met_by(measured) for criterion in criteria)
 
-        if all(each.met_by(unlimited) for each in criteria):
+        if all(criterion.met_by(unlimited) for criterion in criteria):
             best = None
             complete = True
             shown = "any (all requests at once meet the objectives)"
@@ -179,7 +174,7 @@ class Search:
                 "complete": complete,
             },
         )
-        return [each | {"objectives": objective.name} for each in runs]
+        return [run | {"objectives": objective.name} for run in runs]
 
     def _measure(self, name: str, value: int | None) -> list[dict[str, Any]]:
         """Return the runs at a load; None: unlimited."""

@@ -13,20 +13,16 @@ from pagoda.common.config.groups.bench.sweep import SweepConfig, SweepStartupCon
 from pagoda.common.config.settings import build
 from pagoda.server.bench.sweep.params import read_params
 from pagoda.server.bench.sweep.runs import Experiment, run_command
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
+from pagoda.server.settings.flags import resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["bench sweep startup"]
-
-
-def add_arguments(parser: FlagParser) -> None:
-    add_settings(parser, SETTINGS.values())
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure what has no results yet. Returns 0. Raises PagodaError if a run failed."""
     values = resolve_flags(args, SETTINGS)
-    config: SweepConfig = build(SweepConfig, values, SETTINGS.values())
-    startup: SweepStartupConfig = build(SweepStartupConfig, values, SETTINGS.values())
+    config = build(SweepConfig, values)
+    startup = build(SweepStartupConfig, values)
     server_params = read_params(config.serve_params, "--serve-params")
     startup_params = read_params(startup.startup_params, "--startup-params")
     experiment = Experiment.of(config)

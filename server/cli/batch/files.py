@@ -29,7 +29,7 @@ from pagoda.common.config.commands import is_address
 from pagoda.common.errors import ConfigError, PagodaError
 
 TIMEOUT_SECONDS: Final = 600.0
-UPLOAD_DELAYS: Final = (0.0, 1.0, 4.0)  # seconds before each attempt
+UPLOAD_DELAYS: Final = (0.0, 1.0, 4.0)  # Seconds before each attempt.
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class _OutsideOnly(HTTPRedirectHandler):
 def _is_public(url: str) -> bool:
     """Return whether all addresses of a URL's host are public."""
     parts = urlsplit(url)
-    found = socket.getaddrinfo(parts.hostname, parts.port or parts.scheme, type=socket.SOCK_STREAM)
-    return all(ip_address(str(address[0]).partition("%")[0]).is_global for *_, address in found)
+    addresses = socket.getaddrinfo(parts.hostname, parts.port or parts.scheme, type=socket.SOCK_STREAM)
+    return all(ip_address(str(address[0]).partition("%")[0]).is_global for *_, address in addresses)
 
 
 def opened(
@@ -133,7 +133,7 @@ class BatchOutput:
             if os.path.isdir(target):
                 raise ConfigError("--output-file", f"{target} is a folder; name a file")
             if os.path.exists(target) and not os.path.isfile(target):
-                self._finished = True  # a pipe or device cannot be replaced
+                self._finished = True  # A pipe or device cannot be replaced.
                 return open(target, "wb")
             self._target = target = os.path.realpath(target)
             if folder is None:
@@ -177,7 +177,7 @@ class BatchOutput:
             return
         self._file.seek(0)
         if not count and self._file.readline().endswith(b"\n"):
-            self._finished = True  # keep the other batch's file
+            self._finished = True  # The other batch's file is kept.
             raise ConfigError(
                 self._flag, f"{self.path} contains answers of another batch; remove it, or use another path"
             )
@@ -239,8 +239,10 @@ class BatchOutput:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with contextlib.suppress(OSError):  # a write error has been reported already
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):  # A write error has been reported already.
             self._file.close()
         if self._finished:
             return

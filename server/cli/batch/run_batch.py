@@ -33,7 +33,7 @@ from pagoda.server.api.openai.batch.lines import LineError, answer_line, error_l
 from pagoda.server.cli.batch.files import BatchOutput, count_requests, open_source, shown
 from pagoda.server.core_client import check_start, engine_processes, start_engine
 from pagoda.server.parsers.registry import check_formats
-from pagoda.server.settings.flags import AsyncEngineArgs, FlagParser, add_explain_config, add_settings, resolve_settings
+from pagoda.server.settings.flags import AsyncEngineArgs, resolve_settings
 
 if TYPE_CHECKING:
     from pagoda.common.observe.metrics import Metrics
@@ -42,15 +42,9 @@ if TYPE_CHECKING:
 
 SETTINGS: Final = OWN_SETTINGS["run-batch"]
 TERMINATED: Final = 128 + signal.SIGTERM
-QUEUED_PER_RUNNING: Final = 4  # requests submitted per running slot: keeps the engine full and memory bounded
+QUEUED_PER_RUNNING: Final = 4  # Requests submitted per running slot: they keep the engine full and the memory bounded.
 
 logger = logging.getLogger(__name__)
-
-
-def add_arguments(parser: FlagParser) -> None:
-    add_settings(parser, SETTINGS.values())
-    AsyncEngineArgs.add_cli_args(parser)
-    add_explain_config(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,10 +82,10 @@ def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
 def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig, BatchConfig, ServerConfig]:
     """Return the settings and their configurations, after configuring the logs. Raises ConfigError."""
     settings = resolve_settings(args, ENGINE_SETTINGS, SETTINGS)
-    configure(build(LoggingConfig, settings.values, ENGINE_SETTINGS.values()))
+    configure(build(LoggingConfig, settings.values))
     engine = AsyncEngineArgs.from_resolved(settings).create_engine_config()
-    batch = build(BatchConfig, settings.values, SETTINGS.values())
-    server = build(ServerConfig, settings.values, SETTINGS.values())
+    batch = build(BatchConfig, settings.values)
+    server = build(ServerConfig, settings.values)
     check_formats(engine, server)
     return settings, engine, batch, server
 
@@ -239,7 +233,7 @@ class Line:
 
     number: int
     raw: bytes
-    id: str  # of its answer
+    id: str  # Id of its answer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +242,7 @@ class BatchFile:
 
     lines: Iterator[Line]
     answered: int
-    failed: int  # of the answered
+    failed: int  # Number of answered requests that failed.
 
 
 def resumed(source: IO[bytes], model: str, output: BatchOutput) -> BatchFile:

@@ -14,25 +14,11 @@ from pagoda.common.config.commands import COMMAND_SETTINGS, CalibrateConfig
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.settings import ResolvedSettings, build
 from pagoda.common.errors import ConfigError
-from pagoda.server.settings.flags import (
-    EngineArgs,
-    FlagParser,
-    add_config_file,
-    add_explain_config,
-    add_settings,
-    resolve_settings,
-)
+from pagoda.server.settings.flags import EngineArgs, resolve_settings
 from pagoda.server.settings.resolve import SIMULATED, Resolved
 from pagoda.server.startup.engine import build_for_calibration, check_engine
 
 SETTINGS: Final = COMMAND_SETTINGS["calibrate"]
-
-
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a .gguf file, or a hub id.")
-    add_settings(parser, SETTINGS.values())
-    add_config_file(parser)
-    add_explain_config(parser)
 
 
 def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
@@ -43,9 +29,9 @@ def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
 def run(args: argparse.Namespace) -> int:
     """Measure, write the file and print how well it fits. Returns 0. Raises ConfigError."""
     settings = resolve_settings(args, SETTINGS)
-    own: CalibrateConfig = build(CalibrateConfig, settings.values, SETTINGS.values())
+    calibrate = build(CalibrateConfig, settings.values)
     config = _engine_config(settings)
-    path = Path(own.output or f"{Path(config.model.model).stem}.calibration.json")
+    path = Path(calibrate.output or f"{Path(config.model.model).stem}.calibration.json")
     _check_writable(path)
     target = build_for_calibration(config, settings.sources)
     try:
@@ -55,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
                 bar.total = total
                 bar.update(number - bar.n)
 
-            calibration = load_simulator().calibrate(target, own.repeats, own.max_seconds, done)
+            calibration = load_simulator().calibrate(target, calibrate.repeats, calibrate.max_seconds, done)
     finally:
         target.backend.close()
     try:

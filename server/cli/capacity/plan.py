@@ -27,7 +27,7 @@ from pagoda.server.bench.offline.engine import write_results
 from pagoda.server.cli.capacity.planned_load import parse_target, parse_workload
 from pagoda.server.cli.capacity.simulate import simulated_config
 from pagoda.server.cli.capacity.trace_file import timed_request
-from pagoda.server.settings.flags import FlagParser, add_config_file, add_settings, resolve_settings
+from pagoda.server.settings.flags import resolve_settings
 from pagoda.server.startup.engine import build_simulation, simulation_options
 
 SETTINGS: Final = COMMAND_SETTINGS["plan"]
@@ -49,14 +49,14 @@ class Row:
 
     hardware: str
     tensor_parallel: int
-    plan: EnginePlan | None = None  # None: it does not fit
-    measures: LoadMeasures | None = None  # by the scheduler, at the rate of one replica
-    rate: float = 0.0  # requests per second of one replica within the target, by the scheduler
+    plan: EnginePlan | None = None  # None: the model does not fit.
+    measures: LoadMeasures | None = None  # Measures by the scheduler, at the rate of one replica.
+    rate: float = 0.0  # Requests per second that one replica serves within the target, by the scheduler.
     devices_per_chip: int = 1
-    replicas: int | None = None  # for the asked rate
-    cluster: LoadMeasures | None = None  # of all replicas at that rate
-    price: float | None = None  # of all chips, per hour
-    why: str = ""  # it does not fit, or misses the target
+    replicas: int | None = None  # Number of replicas for the asked rate.
+    cluster: LoadMeasures | None = None  # Measures of all replicas at that rate.
+    price: float | None = None  # Price of all chips per hour.
+    why: str = ""  # Why it does not fit, or misses the target.
 
     @property
     def chips(self) -> int:
@@ -97,37 +97,31 @@ class Row:
         }
 
 
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a config.json, or a hub id.")
-    add_settings(parser, SETTINGS.values())
-    add_config_file(parser)
-
-
 def run(args: argparse.Namespace) -> int:
     """Plan and print the table. Returns 0, or 1 if nothing serves the load. Raises ConfigError or ModelError."""
     settings = resolve_settings(args, SETTINGS)
-    own: PlanConfig = build(PlanConfig, settings.values, SETTINGS.values())
-    config = simulated_config(settings)  # raises what is wrong whatever the hardware
+    plan = build(PlanConfig, settings.values)
+    config = simulated_config(settings)  # This raises what is wrong whatever the hardware.
     if config.extension.speculative is not None and config.simulation.acceptance_rate is None:
         raise ConfigError("--acceptance-rate", "required with --speculative-config: how often drafts are right, as 0.7")
     planner = load_planner()
     names = _hardware(settings.values["hardware"], planner)
-    target = ServiceTarget(parse_target(own.slo), own.slo_percentile)
-    timed = own.request_rate is not None or bool(target.latencies)
-    load = parse_workload(own.workload, own.num_prompts, settings.values["seed"] or 0, timed=timed)
-    planning = Planning(settings, own, load, target, planner, _prices(own.price))
+    target = ServiceTarget(parse_target(plan.slo), plan.slo_percentile)
+    timed = plan.request_rate is not None or bool(target.latencies)
+    load = parse_workload(plan.workload, plan.num_prompts, settings.values["seed"] or 0, timed=timed)
+    planning = Planning(settings, plan, load, target, planner, _prices(plan.price))
     rows = sorted((row for name in names for row in planning.rows(name)), key=lambda row: row.order)
     notes = planning.assumptions([name for name in names if any(row.hardware == name and row.plan for row in rows)])
-    print("\n".join([*table(rows, own, target, load), "", "assumed:", *(f"  {note}" for note in notes)]))
+    print("\n".join([*table(rows, plan, target, load), "", "assumed:", *(f"  {note}" for note in notes)]))
     results = {"assumptions": notes, "rows": [row.as_json() for row in rows]}
-    write_results(own.output_json, results)
+    write_results(plan.output_json, results)
     return 0 if any(row.plan is not None and not row.why for row in rows) else 1
 
 
-def _hardware(given: str | None, planner: PlannerModule) -> Sequence[str]:
-    if given is None:
+def _hardware(value: str | None, planner: PlannerModule) -> Sequence[str]:
+    if value is None:
         return planner.chip_names()
-    names = [name.strip().lower() for name in given.split(",") if name.strip()]
+    names = [name.strip().lower() for name in value.split(",") if name.strip()]
     for name in names:
         planner.devices_per_chip(name)
     return list(dict.fromkeys(names))
@@ -152,7 +146,7 @@ class Planning:
     """The rows of a plan."""
 
     settings: ResolvedSettings
-    own: PlanConfig
+    plan: PlanConfig
     load: PlannedLoad
     target: ServiceTarget
     planner: PlannerModule
@@ -168,7 +162,7 @@ class Planning:
             row = self._row(hardware, size)
             last = size == sizes[-1]
             if row.plan is None and not last:
-                continue  # more devices may fit
+                continue  # More devices may fit.
             yield row
             if best is not None and row.order > best.order:
                 return
@@ -196,9 +190,9 @@ class Planning:
         row = replace(row, plan=plan, rate=rate, measures=measures)
         if not rate:
             return replace(row, why="the scheduler does not meet the target at the rate that was found")
-        if self.own.request_rate is not None:
+        if self.plan.request_rate is not None:
             plan = replace(plan, rate=rate)
-            replicas, cluster = self.planner.replicas_for(options, plan, self.load, self.target, self.own.request_rate)
+            replicas, cluster = self.planner.replicas_for(options, plan, self.load, self.target, self.plan.request_rate)
             row = replace(row, replicas=replicas, cluster=cluster)
         if hardware in self.prices:
             row = replace(row, price=self.prices[hardware] * row.chips)
@@ -241,24 +235,24 @@ class Planning:
         built = build_simulation(config, self.settings.sources, clock)
         arrived = self.load.arrive(rate)
         times = drive(built.core, self._requests(arrived, built.info.vocab_size), clock).requests
-        if errors := [each.error for each in times if each.error]:
+        if errors := [request_times.error for request_times in times if request_times.error]:
             raise ConfigError("--workload", f"{len(errors)} requests are refused, the first with: {errors[0]}")
         return self.target.measure(
             self.load,
             arrived,
-            np.array([each.times[0] for each in times]),
-            np.array([each.times[-1] for each in times]),
+            np.array([request_times.times[0] for request_times in times]),
+            np.array([request_times.times[-1] for request_times in times]),
         )
 
     def _requests(self, arrived: np.ndarray, vocab: int) -> list[TimedRequest]:
         """Return the requests, with prompts of made-up tokens that share their prefixes."""
         requests = []
-        for index, at in enumerate(arrived.tolist()):
+        for index, arrival in enumerate(arrived.tolist()):
             tokens = np.random.default_rng((1, index)).integers(0, vocab, self.load.prompts[index])
             if self.load.prefixes and (number := self.load.prefixes[index]) >= 0:
                 length = self.load.prefix_lens[index]
                 tokens[:length] = np.random.default_rng((2, number)).integers(0, vocab, length)[: len(tokens)]
-            requests.append(timed_request(str(index), at, tokens.tolist(), self.load.outputs[index]))
+            requests.append(timed_request(str(index), arrival, tokens.tolist(), self.load.outputs[index]))
         return requests
 
     def assumptions(self, names: Sequence[str]) -> list[str]:
@@ -277,11 +271,15 @@ class Planning:
 # The table.
 
 
-def table(rows: Sequence[Row], own: PlanConfig, target: ServiceTarget, load: PlannedLoad) -> Iterator[str]:
+def table(rows: Sequence[Row], plan: PlanConfig, target: ServiceTarget, load: PlannedLoad) -> Iterator[str]:
     """Yield the lines of the table, and what fits nowhere."""
     percentile = f"p{target.percentile:g}"
-    cells = [_headings(own, percentile, timed=bool(load.arrivals))]
-    cells += [_cells(row, own, timed=bool(load.arrivals)) for row in rows if row.measures is not None and not row.why]
+    cells = [_headings(plan, percentile, timed=bool(load.arrivals))]
+    cells += [
+        _cells(row, row.plan, row.measures, plan, timed=bool(load.arrivals))
+        for row in rows
+        if row.plan is not None and row.measures is not None and not row.why
+    ]
     if len(cells) > 1:
         widths = [max(map(len, column)) for column in zip(*cells)]
         for line in cells:
@@ -291,30 +289,29 @@ def table(rows: Sequence[Row], own: PlanConfig, target: ServiceTarget, load: Pla
             yield f"{row.hardware} x {row.tensor_parallel}: {row.why}"
 
 
-def _headings(own: PlanConfig, percentile: str, *, timed: bool) -> tuple[str, ...]:
-    asked = ("replicas", "chips") if own.request_rate is not None else ("chips",)
-    price = ("price/h",) if own.price is not None else ()
-    what = (
+def _headings(plan: PlanConfig, percentile: str, *, timed: bool) -> tuple[str, ...]:
+    counts = ("replicas", "chips") if plan.request_rate is not None else ("chips",)
+    price = ("price/h",) if plan.price is not None else ()
+    speeds = (
         ("req/s", "tok/s", f"TTFT {percentile}", f"TPOT {percentile}")
         if timed
         else ("seconds", "req/s", "tok/s", "TPOT")
     )
-    return ("hardware", "tp", *asked, *price, "seqs", "batched tokens", "weights", "KV cache", "KV tokens", *what)
+    return ("hardware", "tp", *counts, *price, "seqs", "batched tokens", "weights", "KV cache", "KV tokens", *speeds)
 
 
-def _cells(row: Row, own: PlanConfig, *, timed: bool) -> tuple[str, ...]:
-    assert row.plan is not None
-    assert row.measures is not None
-    limits = row.plan.limits
-    memory = row.plan.memory
-    measures = row.measures
-    asked = (f"{row.replicas}", f"{row.chips}") if own.request_rate is not None else (f"{row.chips}",)
-    price = (("-" if row.price is None else f"{row.price:.2f}",)) if own.price is not None else ()
+def _cells(
+    row: Row, plan: EnginePlan, measures: LoadMeasures, plan_config: PlanConfig, *, timed: bool
+) -> tuple[str, ...]:
+    limits = plan.limits
+    memory = plan.memory
+    counts = (f"{row.replicas}", f"{row.chips}") if plan_config.request_rate is not None else (f"{row.chips}",)
+    price = (("-" if row.price is None else f"{row.price:.2f}",)) if plan_config.price is not None else ()
     speed = (f"{row.rate:.2f}", f"{measures.output_tokens_per_second:.0f}")
     latencies = measures.percentile if timed else measures.mean
     ttft, tpot = (f"{1e3 * latencies[name]:.0f} ms" for name in ("ttft", "tpot"))
-    what = (*speed, ttft, tpot) if timed else (f"{measures.seconds:.2f}", *speed, tpot)
+    speeds = (*speed, ttft, tpot) if timed else (f"{measures.seconds:.2f}", *speed, tpot)
     tokens = (min(memory.num_blocks) - 1) * limits.block_size
     sizes = (f"{memory.weights / _GIB:.1f} GiB", f"{memory.kv_cache / _GIB:.1f} GiB", f"{tokens}")
     batch = (f"{limits.max_num_seqs}", f"{limits.max_num_batched_tokens}")
-    return (row.hardware, f"{row.tensor_parallel}", *asked, *price, *batch, *sizes, *what)
+    return (row.hardware, f"{row.tensor_parallel}", *counts, *price, *batch, *sizes, *speeds)

@@ -51,7 +51,10 @@ def parse_workload(text: str, requests: int, seed: int, *, timed: bool) -> Plann
         return _trace(Path(text.removeprefix("trace:")), requests, timed=timed)
     arrivals = tuple(np.cumsum(rng.exponential(1.0, requests)).tolist()) if timed else ()
     if text == "sharegpt":
-        prompts, outputs = (_chat_lengths(rng, requests, *shape) for shape in (CHAT_PROMPT, CHAT_OUTPUT))
+        prompts, outputs = (
+            _chat_lengths(rng, requests, mean=mean, deviation=deviation)
+            for mean, deviation in (CHAT_PROMPT, CHAT_OUTPUT)
+        )
         return PlannedLoad(prompts, outputs, arrivals)
     match = _RANDOM.fullmatch(text)
     if match is None:
@@ -64,7 +67,7 @@ def parse_workload(text: str, requests: int, seed: int, *, timed: bool) -> Plann
     if not prefix:
         return PlannedLoad(prompts, outputs, arrivals)
     return PlannedLoad(
-        tuple(prefix + own for own in prompts),
+        tuple(prefix + length for length in prompts),
         outputs,
         arrivals,
         tuple(rng.integers(0, number, requests).tolist()),
@@ -99,7 +102,7 @@ def _chat_lengths(rng: np.random.Generator, count: int, mean: float, deviation: 
 def _trace(path: Path, requests: int, *, timed: bool) -> PlannedLoad:
     """Return the first requests of a trace. Prompts that begin with the same tokens share them as a prefix."""
     lines = read_trace(path, _TRACE_TOKENS, seed=0)[:requests]
-    prompts = [each.request.prompt_token_ids for each in lines]
+    prompts = [line.request.prompt_token_ids for line in lines]
     first = lines[0].at
     distance = (lines[-1].at - first) / max(1, len(lines) - 1)
     if timed and not distance:
@@ -107,8 +110,8 @@ def _trace(path: Path, requests: int, *, timed: bool) -> PlannedLoad:
     numbers, lengths = _shared_prefixes(prompts)
     return PlannedLoad(
         tuple(map(len, prompts)),
-        tuple(each.request.max_tokens for each in lines),
-        tuple((each.at - first) / distance for each in lines) if timed else (),
+        tuple(line.request.max_tokens for line in lines),
+        tuple((line.at - first) / distance for line in lines) if timed else (),
         numbers if any(lengths) else (),
         lengths if any(lengths) else (),
     )
@@ -138,5 +141,7 @@ def _common(first: list[int], others: list[list[int]]) -> int:
     """Return the tokens that all prompts begin with."""
     length = len(first)
     for other in others:
-        length = next((at for at, (a, b) in enumerate(zip(first[:length], other)) if a != b), min(length, len(other)))
+        length = next(
+            (index for index, (a, b) in enumerate(zip(first[:length], other)) if a != b), min(length, len(other))
+        )
     return length

@@ -14,7 +14,7 @@ from pagoda.common.engine.incident.files import read_snapshot
 from pagoda.common.engine.incident.replay import Replay, ReplayedCall
 from pagoda.common.engine.incident.snapshot import Snapshot
 from pagoda.common.engine.scheduling.scheduler import Scheduler
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_settings
+from pagoda.server.settings.flags import resolve_settings
 
 SETTINGS: Final = COMMAND_SETTINGS["replay"]
 
@@ -24,15 +24,9 @@ SHOWN_CALLS: Final = 12
 SHOWN_REQUESTS: Final = 32
 
 
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="An incident snapshot.")
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the replay. Returns 1 if the scheduler did something else than at the incident. Raises RequestError."""
-    own = argparse.Namespace(**{name: value for name, value in vars(args).items() if name != "file"})
-    config: ReplayConfig = build(ReplayConfig, resolve_settings(own, SETTINGS).values, SETTINGS.values())
+    config = build(ReplayConfig, resolve_settings(args, SETTINGS).values)
     snapshot = read_snapshot(Path(args.file))
     print(_head(snapshot))
     replay = Replay(snapshot)
@@ -89,14 +83,14 @@ def _line(call: ReplayedCall) -> str:
 def _state(scheduler: Scheduler) -> str:
     """Return one line per request, running ones first."""
     running = [
-        f"  row {each.row}: {each.request_id}, {len(each.prompt)} prompt + {len(each.outputs)} generated of at most "
-        f"{each.limit}, blocks {' + '.join(str(len(group.table)) for group in each.groups)}"
-        for each in scheduler.running
+        f"  row {request.row}: {request.request_id}, {len(request.prompt)} prompt + {len(request.outputs)} generated "
+        f"of at most {request.limit}, blocks {' + '.join(str(len(group.table)) for group in request.groups)}"
+        for request in scheduler.running
     ]
     waiting = [
-        f"  waits: {each.request_id}, {each.num_known} tokens, {each.num_preemptions} preemptions"
-        for each in scheduler.unfinished
-        if not each.groups
+        f"  waits: {request.request_id}, {request.num_known} tokens, {request.num_preemptions} preemptions"
+        for request in scheduler.requests.values()
+        if not request.groups
     ]
     lines = running + waiting
     more = [f"  and {len(lines) - SHOWN_REQUESTS} more"] if len(lines) > SHOWN_REQUESTS else []

@@ -30,26 +30,12 @@ from pagoda.server.bench.online.metrics import Outcome, results_of
 from pagoda.server.bench.report.table import WIDTH, result_table
 from pagoda.server.cli.capacity.trace_file import read_trace, timed_request
 from pagoda.server.core_client.ipc_messages import EngineInfo
-from pagoda.server.settings.flags import (
-    EngineArgs,
-    FlagParser,
-    add_config_file,
-    add_explain_config,
-    add_settings,
-    resolve_settings,
-)
+from pagoda.server.settings.flags import EngineArgs, resolve_settings
 from pagoda.server.settings.resolve import SIMULATED, Resolved
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.engine import build_simulation, check_engine
 
 SETTINGS: Final = COMMAND_SETTINGS["simulate"]
-
-
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a config.json, or a hub id.")
-    add_settings(parser, SETTINGS.values())
-    add_config_file(parser)
-    add_explain_config(parser)
 
 
 def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
@@ -67,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
     built = build_simulation(config, settings.sources, clock)
     requests = load.requests(config, built.info)
     simulated = drive(built.core, requests, clock, max_concurrency=load.traffic.max_concurrency)
-    errors = [each.error for each in simulated.requests if each.error]
+    errors = [request.error for request in simulated.requests if request.error]
     if len(errors) < len(requests):
         results = simulation_results(load, simulated, built.info, time.perf_counter() - began)
         print(simulation_table(load, results))
-        write_results(load.own.output_json, results)
+        write_results(load.simulate.output_json, results)
     if errors:
         raise PagodaError(f"{len(errors)} of {len(requests)} requests failed, the first with: {errors[0]}")
     return 0
@@ -97,7 +83,7 @@ def simulated_config(settings: ResolvedSettings) -> EngineConfig:
 class SimulatedLoad:
     """The requests to simulate, and what is reported of them."""
 
-    own: SimulateConfig
+    simulate: SimulateConfig
     dataset: DatasetConfig
     traffic: TrafficConfig
     report: ReportConfig
@@ -105,13 +91,17 @@ class SimulatedLoad:
     @classmethod
     def of(cls, settings: ResolvedSettings) -> SimulatedLoad:
         """Return the load of the settings. Raises ConfigError if they contradict each other."""
-        groups = (SimulateConfig, DatasetConfig, TrafficConfig, ReportConfig)
-        load = cls(*(build(group, settings.values, SETTINGS.values()) for group in groups))
+        load = cls(
+            simulate=build(SimulateConfig, settings.values),
+            dataset=build(DatasetConfig, settings.values),
+            traffic=build(TrafficConfig, settings.values),
+            report=build(ReportConfig, settings.values),
+        )
         load._check(settings)
         return load
 
     def _check(self, settings: ResolvedSettings) -> None:
-        if self.own.trace is not None:
+        if self.simulate.trace is not None:
             for name in settings.sources:
                 replaced = SETTINGS[name].config is DatasetConfig or SETTINGS[name].config is TrafficConfig
                 if replaced and name != "max_concurrency":
@@ -126,17 +116,17 @@ class SimulatedLoad:
     def requests(self, config: EngineConfig, info: EngineInfo) -> list[TimedRequest]:
         """Return the requests, in the order of arrival. Raises ConfigError."""
         vocabulary = _vocabulary(config, info)
-        if self.own.trace is not None:
-            return read_trace(Path(self.own.trace), vocabulary.ordinary, config.model.seed)
+        if self.simulate.trace is not None:
+            return read_trace(Path(self.simulate.trace), vocabulary.ordinary, config.model.seed)
         rng = np.random.default_rng(config.model.seed)
         samples = draw_samples(self.dataset, vocabulary, rng)
         recorded = self.dataset.dataset_name == "timed_trace"
         times = schedule(self.traffic, samples, rng, recorded=recorded)
         requests = [
-            timed_request(str(index), at, list(sample.token_ids), sample.output_len)
-            for index, (sample, at) in enumerate(zip(samples, times))
+            timed_request(str(index), arrival, list(sample.token_ids), sample.output_len)
+            for index, (sample, arrival) in enumerate(zip(samples, times))
         ]
-        return sorted(requests, key=lambda each: each.at)
+        return sorted(requests, key=lambda request: request.at)
 
 
 def _vocabulary(config: EngineConfig, info: EngineInfo) -> PromptVocabulary:
@@ -155,7 +145,7 @@ def simulation_results(
     load: SimulatedLoad, simulated: DrivenRun, info: EngineInfo, wall_seconds: float
 ) -> dict[str, Any]:
     """Return the results of `bench serve`, times in milliseconds, and what the engine counted."""
-    outcomes = [outcome_of(each) for each in simulated.requests]
+    outcomes = [outcome_of(request) for request in simulated.requests]
     stats = simulated.stats
     return {
         **results_of(outcomes, simulated.seconds, load.report, load.traffic),

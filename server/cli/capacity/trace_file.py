@@ -32,8 +32,8 @@ Int64 = npt.NDArray[np.int64]
 class TraceLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A request of a trace."""
 
-    arrival: float | None = None  # seconds
-    timestamp: float | None = None  # milliseconds
+    arrival: float | None = None  # Arrival time in seconds.
+    timestamp: float | None = None  # Arrival time in milliseconds.
     prompt_token_ids: list[int] | None = None
     input_length: int | None = None
     hash_ids: list[int] = []
@@ -103,16 +103,18 @@ def _prompt(line: TraceLine, index: int, tokens: Int64, seed: int) -> list[int]:
         return line.prompt_token_ids
     size = line.hash_block_size
     length = line.num_prompt
-    shared = [np.random.default_rng((seed, 1, each)).choice(tokens, size) for each in map(abs, line.hash_ids)]
-    known = np.concatenate([*shared, np.zeros(0, np.int64)])[:length]
-    own = np.random.default_rng((seed, 0, index)).choice(tokens, length - len(known))
-    return [*known.tolist(), *own.tolist()]
+    shared = [np.random.default_rng((seed, 1, hash_id)).choice(tokens, size) for hash_id in map(abs, line.hash_ids)]
+    shared_ids = np.concatenate([*shared, np.zeros(0, np.int64)])[:length]
+    unshared = np.random.default_rng((seed, 0, index)).choice(tokens, length - len(shared_ids))
+    return [*shared_ids.tolist(), *unshared.tolist()]
 
 
 def timed_request(
-    request_id: str, at: float, prompt: list[int], length: int, output: list[int] | None = None
+    request_id: str, arrival: float, prompt: list[int], length: int, output: list[int] | None = None
 ) -> TimedRequest:
     """Return a request that generates exactly `length` tokens. `output`: which, if the backend is simulated."""
     rules = SamplingRules(extra_args=None if output is None else {OUTPUT_TOKENS: output})
-    request = EngineRequest(request_id=request_id, prompt_token_ids=prompt, rules=rules, max_tokens=length, arrival=at)
-    return TimedRequest(at, request)
+    request = EngineRequest(
+        request_id=request_id, prompt_token_ids=prompt, rules=rules, max_tokens=length, arrival=arrival
+    )
+    return TimedRequest(arrival, request)

@@ -10,20 +10,16 @@ from pagoda.common.config.commands import OWN_SETTINGS, ChatConfig, ClientConfig
 from pagoda.common.config.settings import build
 from pagoda.server.cli.client.http_client import ApiClient
 from pagoda.server.cli.client.terminal import Dialog, TerminalCommand, TerminalReply, connect
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
+from pagoda.server.settings.flags import resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["chat"]
-
-
-def add_arguments(parser: FlagParser) -> None:
-    add_settings(parser, SETTINGS.values())
 
 
 def run(args: argparse.Namespace) -> int:
     """Chat until the end of the input, or once with --quick. Returns 0. Raises ApiError."""
     values = resolve_flags(args, SETTINGS)
-    config: ClientConfig = build(ClientConfig, values, SETTINGS.values())
-    chat: ChatConfig = build(ChatConfig, values, SETTINGS.values())
+    config = build(ClientConfig, values)
+    chat = build(ChatConfig, values)
     client, model = connect(config)
     talk = TerminalConversation(chat.system_prompt or "")
     dialog = Dialog(config, talk.commands())

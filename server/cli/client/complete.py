@@ -10,18 +10,14 @@ from pagoda.common.config.commands import OWN_SETTINGS, ClientConfig
 from pagoda.common.config.settings import build
 from pagoda.server.cli.client.http_client import ApiClient
 from pagoda.server.cli.client.terminal import Dialog, TerminalReply, connect
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_flags
+from pagoda.server.settings.flags import resolve_flags
 
 SETTINGS: Final = OWN_SETTINGS["complete"]
 
 
-def add_arguments(parser: FlagParser) -> None:
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Complete each text of the input, or the text of --quick. Returns 0. Raises ApiError."""
-    config: ClientConfig = build(ClientConfig, resolve_flags(args, SETTINGS), SETTINGS.values())
+    config = build(ClientConfig, resolve_flags(args, SETTINGS))
     client, model = connect(config)
     dialog = Dialog(config)
     if dialog.interactive:

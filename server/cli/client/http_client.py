@@ -99,7 +99,7 @@ class ApiClient:
         port = self._parts.port
         if self._parts.scheme == "http":
             return HTTPConnection(host, port, timeout=TIMEOUT_SECONDS)
-        import ssl  # costs start-up time
+        import ssl  # The import costs start-up time.
 
         context = ssl.create_default_context()
         if self._insecure:

@@ -21,7 +21,7 @@ from pagoda.server.cli.client.http_client import ApiClient, ApiError
 PROMPT: Final = "> "
 CONTINUATION: Final = "... "
 BLOCK: Final = '"""'
-MAX_HISTORY: Final = 1_000  # lines
+MAX_HISTORY: Final = 1_000  # Number of lines.
 
 _COMMAND: Final = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 
@@ -158,7 +158,7 @@ class Dialog:
             print(f"there is no command {name}; /help lists them")
 
     def _help(self) -> str:
-        return "\n".join([*(f"  {each.usage:<16}{each.help}" for each in self._commands.values()), _KEYS])
+        return "\n".join([*(f"  {command.usage:<16}{command.help}" for command in self._commands.values()), _KEYS])
 
 
 def read_message() -> str:

@@ -17,7 +17,6 @@ from pagoda.common.config.env import PREFIXES, VARIABLES, is_secret
 from pagoda.common.config.tpu_host import tpu_chips
 from pagoda.common.observe.redact import HIDDEN, Redactor
 from pagoda.server.cli.diagnosis import machine
-from pagoda.server.settings.flags import FlagParser
 
 Lines = Iterator[tuple[str, str]]
 
@@ -30,10 +29,6 @@ _FAMILIES: Final = re.compile(
 """Variables of libraries that pagoda uses."""
 
 _LIMITS: Final = {"open files": "RLIMIT_NOFILE", "processes": "RLIMIT_NPROC", "locked memory": "RLIMIT_MEMLOCK"}
-
-
-def add_arguments(parser: FlagParser) -> None:
-    """Add no arguments."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,10 +81,10 @@ def _environment() -> Lines:
 
     Other PAGODA_ and VLLM_ variables are listed by name only: their values may be secret.
     """
-    known = {name for variable in VARIABLES for name in variable.names}
-    known |= {setting.variable for settings in COMMAND_SETTINGS.values() for setting in settings.values()}
+    known_names = {name for variable in VARIABLES for name in variable.names}
+    known_names |= {setting.variable for settings in COMMAND_SETTINGS.values() for setting in settings.values()}
     for name in sorted(os.environ):
-        if name in known or _FAMILIES.fullmatch(name):
+        if name in known_names or _FAMILIES.fullmatch(name):
             yield name, HIDDEN if is_secret(name) else repr(os.environ[name])
         elif name.startswith(PREFIXES):
             yield name, f"{HIDDEN} (not read)"

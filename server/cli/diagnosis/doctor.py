@@ -37,7 +37,7 @@ from pagoda.common.errors import ConfigError, PagodaError
 from pagoda.common.observe.redact import Redactor
 from pagoda.common.weights.hub import is_hub_id, split_quant
 from pagoda.server.cli.diagnosis import machine
-from pagoda.server.settings.flags import FlagParser, add_settings, resolve_settings
+from pagoda.server.settings.flags import resolve_settings
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -52,7 +52,7 @@ class Finding:
 
     level: Level
     subject: str
-    text: str  # the observation and, unless ok, the remedy
+    text: str  # The observation and, unless ok, the remedy.
 
 
 Findings: TypeAlias = Iterator[Finding]
@@ -61,20 +61,16 @@ Check: TypeAlias = Callable[[DoctorConfig], Findings]
 SETTINGS: Final = COMMAND_SETTINGS["doctor"]
 
 
-def add_arguments(parser: FlagParser) -> None:
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Print a line per finding. Returns 1 if something would prevent the server from starting."""
-    config: DoctorConfig = build(DoctorConfig, resolve_settings(args, SETTINGS).values, SETTINGS.values())
+    config = build(DoctorConfig, resolve_settings(args, SETTINGS).values)
     redact = Redactor()
     findings: list[Finding] = []
     for check in CHECKS:
         for finding in check(config):
             findings.append(finding)
             print(f"{finding.level:<6}{finding.subject:<15}{redact(' '.join(finding.text.split()))}", flush=True)
-    fails, warnings = (sum(each.level == level for each in findings) for level in ("fail", "warn"))
+    fails, warnings = (sum(finding.level == level for finding in findings) for level in ("fail", "warn"))
     print(f"{fails} errors, {warnings} warnings" if fails or warnings else "nothing to fix")
     return 1 if fails else 0
 
@@ -328,7 +324,7 @@ def hub(config: DoctorConfig) -> Findings:
         )
 
 
-_EXTRAS: Final = {"reference": "cpu", "torch_cuda": "cuda", "jax_tpu": "tpu"}  # extra of each backend
+_EXTRAS: Final = {"reference": "cpu", "torch_cuda": "cuda", "jax_tpu": "tpu"}  # Backend -> the extra that installs it.
 
 
 def python_version(config: DoctorConfig) -> Findings:
@@ -353,7 +349,7 @@ def packages(config: DoctorConfig) -> Findings:
     extras = {"gguf", "uvloop", _EXTRAS.get(_chosen(config), "")}
     good = 0
     wanted = list(_applying(map(Requirement, machine.project()[1]), extras))
-    for requirement in list(wanted):  # "jax[tpu]" requires a libtpu version
+    for requirement in list(wanted):  # The requirement "jax[tpu]" needs a libtpu version.
         wanted += _applying(map(Requirement, machine.requires(requirement.name)), requirement.extras, base=False)
     for requirement in wanted:
         optional = _is_optional(requirement)
@@ -388,7 +384,7 @@ def environment(config: DoctorConfig) -> Findings:
     clean = True
     try:
         from_environment([settings])
-        for note in env.notes(settings={name for each in COMMAND_SETTINGS.values() for name in each}):
+        for note in env.notes(settings={name for settings in COMMAND_SETTINGS.values() for name in settings}):
             clean = False
             yield Finding("warn", "environment", note)
     except ConfigError as error:

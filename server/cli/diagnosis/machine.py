@@ -15,6 +15,7 @@ from pagoda.common.config.memory import available_bytes, total_bytes
 GIB: Final = 2**30
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
+_PROCESSORS: Final = Path("/proc/cpuinfo")
 _VECTORS: Final = (
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "amx_fp16"),
     *("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2"),
@@ -27,13 +28,12 @@ _QUERY_SECONDS: Final = 10
 
 
 def processor() -> str:
-    return field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
+    return field(_PROCESSORS, "model name") or platform.processor() or platform.machine()
 
 
 def vector_features() -> list[str]:
     """Return the processor's vector features that matter for products."""
-    info = Path("/proc/cpuinfo")
-    flags = set((field(info, "flags") or field(info, "Features") or "").split())
+    flags = set((field(_PROCESSORS, "flags") or field(_PROCESSORS, "Features") or "").split())
     return [name for name in _VECTORS if name in flags]
 
 
@@ -67,14 +67,14 @@ def memory() -> tuple[int, int]:
 def gpus() -> tuple[list[str], str]:
     """Return a line per NVIDIA GPU, and the error of nvidia-smi or ""."""
     try:
-        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
+        completed = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
     except FileNotFoundError:
         return [], "nvidia-smi is not installed"
     except (OSError, subprocess.SubprocessError) as error:
         return [], f"nvidia-smi does not answer: {type(error).__name__}"
-    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    if done.returncode:
-        return [], f"nvidia-smi: {(lines or [done.stderr.strip()])[0]}"
+    lines = [line.strip() for line in completed.stdout.splitlines() if line.strip()]
+    if completed.returncode:
+        return [], f"nvidia-smi: {(lines or [completed.stderr.strip()])[0]}"
     return lines, ""
 
 
@@ -139,7 +139,7 @@ def _clone() -> tuple[str, list[str]]:
         return "", []
     table: dict[str, Any] = tomllib.loads(text)["project"]
     extras = table["optional-dependencies"]
-    listed = [f'{each}; extra == "{extra}"' for extra, group in extras.items() for each in group]
+    listed = [f'{requirement}; extra == "{extra}"' for extra, group in extras.items() for requirement in group]
     return table["requires-python"], [*table["dependencies"], *listed]
 
 

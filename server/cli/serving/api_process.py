@@ -96,7 +96,7 @@ class ParentControl:
                 self._unsent.popleft()
         except BlockingIOError:
             return False
-        except OSError:  # the other process has ended, and this one will
+        except OSError:  # The other process has ended, and this one will.
             self._unsent.clear()
         return True
 
@@ -113,7 +113,7 @@ class ParentControl:
                 word = self._control.recv(1)
             except BlockingIOError:
                 return
-            except OSError:  # the other process ended without having read everything
+            except OSError:  # The other process ended without having read everything.
                 word = b""
             if not word:
                 os._exit(1)
@@ -179,7 +179,8 @@ def serve(
 
 def main(words: Sequence[str], **parts: Any) -> int:
     """Run an API server process and return its exit status. `parts`: arguments of AsyncLLM, for tests."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the other process decides
+    # They are sent to the whole process group; the other process decides.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     index = int(words[0])
     count = int(words[1])
@@ -188,14 +189,14 @@ def main(words: Sequence[str], **parts: Any) -> int:
     engine, config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[EngineConfig, ServerConfig])
     configure(engine.logging, also=("uvicorn",))
     if index:
-        config = replace(config, files_dir=None)  # process 0 has the files
+        config = replace(config, files_dir=None)  # Process 0 has the files.
     clients = [SharedClient(engine, address, index) for address in addresses]
     client = clients[0] if len(clients) == 1 else ReplicaClient(clients)
     try:
         llm = AsyncLLM(engine, wait=words[3] == AGAIN, client=client, **parts)
         return serve(llm, config, listener, ParentControl(control), addresses[0], index, count)
     except PagodaError as error:
-        if index == 0 and client.failed is None:  # the engine's own failure is reported by the other process
+        if index == 0 and client.failed is None:  # The other process reports the engine's own failure.
             print(f"pagoda: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     finally:

@@ -95,9 +95,10 @@ def run_api_servers(
 
     Raises the engine's error; one that keeps a process from starting is printed by process 0.
     """
-    from pagoda.server.http.connections import raise_descriptor_limit  # costs start-up time
+    from pagoda.server.http.connections import raise_descriptor_limit  # The import costs start-up time.
 
-    raise_descriptor_limit(server.max_connections * server.api_server_count)  # for what KeptStreams holds
+    # The limit allows for what KeptStreams holds.
+    raise_descriptor_limit(server.max_connections * server.api_server_count)
     with contextlib.ExitStack() as owned:
         with deferring_signals():
             engine = start_engine(config, clients=server.api_server_count)
@@ -121,7 +122,7 @@ class _Supervisor:
         self._is_announced = False
         self._processes: list[_ApiServer] = []
         self._restarts: deque[float] = deque()
-        self._replaced: set[int] = set()  # indices of processes that are replacements
+        self._replaced: set[int] = set()  # Indices of processes that are replacements.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._reports: list[zmq.Socket[bytes]] = []
 
@@ -196,7 +197,7 @@ class _Supervisor:
     ) -> bool:
         """Replace a process that ended, if it has served and few were replaced. `ends`: the status of each process."""
         index = next(index for index, end in enumerate(ends) if end.done())
-        await asyncio.wait({dead}, timeout=0.5)  # a process may end first when the engine dies
+        await asyncio.wait({dead}, timeout=0.5)  # A process may end first when the engine dies.
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > RESTART_SECONDS:
             self._restarts.popleft()
@@ -287,7 +288,8 @@ class KeptStreams:
                         connection.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(ending), ending), socket.MSG_DONTWAIT)
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_WR)
-                    connection.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT)  # what is unread at the end resets a connection
+                    # Unread data at the end would reset a connection.
+                    connection.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT)
         self._kept.clear()
 
 
@@ -318,17 +320,17 @@ class _ApiServer:
         on_ready: Callable[[], None],
     ) -> _ApiServer:
         """Start a process. `on_ready` is called once it serves requests, and `has_served` is true from then on."""
-        own, other = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        parent_end, other = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with other, contextlib.ExitStack() as failed:
-            failed.enter_context(own)
+            failed.enter_context(parent_end)
             descriptors = (listener.fileno(), other.fileno())
             process = await asyncio.create_subprocess_exec(
                 *(*words, *map(str, descriptors)), stdin=asyncio.subprocess.PIPE, pass_fds=descriptors, env=child_env()
             )
             failed.pop_all()
-        own.setblocking(False)
-        started = cls(process, own, on_ready)
-        asyncio.get_running_loop().add_reader(own.fileno(), started._read)
+        parent_end.setblocking(False)
+        started = cls(process, parent_end, on_ready)
+        asyncio.get_running_loop().add_reader(parent_end.fileno(), started._read)
         assert process.stdin is not None
         data = msgspec.msgpack.encode((config, server))
         process.stdin.write(data)
@@ -341,7 +343,7 @@ class _ApiServer:
             message, descriptors, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return False
-        except ConnectionResetError:  # it ended without having read everything; what it sent comes next
+        except ConnectionResetError:  # It ended without having read everything; what it sent comes next.
             return True
         except OSError:
             message = b""
@@ -369,7 +371,7 @@ class _ApiServer:
 
     def tell(self, word: bytes) -> None:
         """Send STOP or HURRY."""
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # The process has ended.
             self._control.send(word)
 
     async def end(self) -> None:

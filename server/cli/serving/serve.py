@@ -45,7 +45,7 @@ from pagoda.server.core_client.client import NoEngine
 from pagoda.server.core_client.memory import trim_memory
 from pagoda.server.core_client.process_client import ProcessClient, check_folder
 from pagoda.server.parsers.registry import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS, check_formats
-from pagoda.server.settings.flags import AsyncEngineArgs, FlagParser, add_explain_config, add_settings, resolve_settings
+from pagoda.server.settings.flags import AsyncEngineArgs, resolve_settings
 from pagoda.server.settings.resolve import check_machine
 
 if TYPE_CHECKING:
@@ -57,22 +57,17 @@ if TYPE_CHECKING:
     from pagoda.server.settings.resolve import Resolved
 
 
+VALUES: Final = {
+    "tool_call_parser": (AUTO, NONE, *TOOL_FORMATS),
+    "reasoning_parser": (AUTO, NONE, *REASONING_FORMATS),
+}
+"""Settings whose values the help lists beside those that have choices."""
+
 BACKLOG: Final = 2048
 
-_GC_THRESHOLD: Final = 50_000  # allocations per young collection; a step makes thousands, nearly all freed by refcount
+_GC_THRESHOLD: Final = 50_000  # Allocations per young collection; a step makes thousands, nearly all freed by refcount.
 
 logger = logging.getLogger(__name__)
-
-
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a .gguf file, or a hub id.")
-    AsyncEngineArgs.add_cli_args(parser)
-    add_explain_config(parser)
-    add_settings(parser, SERVER_SETTINGS.values())
-    parser.values = {
-        "tool_call_parser": (AUTO, NONE, *TOOL_FORMATS),
-        "reasoning_parser": (AUTO, NONE, *REASONING_FORMATS),
-    }
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,7 +108,7 @@ def _run_server(engine_config: EngineConfig, config: ServerConfig, listener: soc
         with deferring_signals():
             client = start_engine(engine_config, in_process=config.disable_frontend_multiprocessing)
             owned.callback(client.close)
-            owned.callback(ignore_signals)  # one more would leave the engine, its folder or the socket behind
+            owned.callback(ignore_signals)  # Another signal would leave the engine, its folder or the socket behind.
         from pagoda.server.async_llm import AsyncLLM
 
         llm = AsyncLLM(engine_config, wait=False, client=client)
@@ -160,9 +155,9 @@ def _format_rows(resolved: Resolved, config: ServerConfig) -> tuple[ResolvedRow,
 def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig, ServerConfig]:
     """Return the settings and their configurations, after configuring the logs. Raises ConfigError."""
     settings = resolve_settings(args, ENGINE_SETTINGS, SERVER_SETTINGS)
-    configure(build(LoggingConfig, settings.values, ENGINE_SETTINGS.values()), also=("uvicorn",))
+    configure(build(LoggingConfig, settings.values), also=("uvicorn",))
     engine_config, config = _configured(settings)
-    check_machine(engine_config)  # before a model is downloaded that this machine cannot run
+    check_machine(engine_config)  # This precedes the download of a model that this machine cannot run.
     return settings, engine_config, config
 
 
@@ -173,7 +168,7 @@ def configurations(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig
 
 def _configured(settings: ResolvedSettings) -> tuple[EngineConfig, ServerConfig]:
     """Return both configurations. Raises ConfigError."""
-    server = build(ServerConfig, settings.values, SERVER_SETTINGS.values())
+    server = build(ServerConfig, settings.values)
     if server.enable_log_outputs and not settings.values["enable_log_requests"]:
         raise ConfigError("--enable-log-outputs", "needs --enable-log-requests")
     engine = AsyncEngineArgs.from_resolved(settings).create_engine_config()
@@ -192,11 +187,11 @@ def check_processes(engine: EngineConfig, server: ServerConfig) -> None:
             "--api-server-count",
             "requests of one process cannot be stopped by another; drop it, or --enable-sleep-mode",
         )
-    for flag, given in (
+    for flag, is_set in (
         ("--restart-engine", engine.runtime.restart_engine),
         ("--exit-on-stuck-engine", engine.runtime.exit_on_stuck_engine),
     ):
-        if given:
+        if is_set:
             raise ConfigError(flag, "needs one API server process; drop it or --api-server-count")
     if ALLOW_RUNTIME_LORA_UPDATING.read():
         raise ConfigError(
@@ -289,7 +284,7 @@ def bind_unix(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
-        mask = os.umask(0o177)  # mode 0600 from the first moment
+        mask = os.umask(0o177)  # The mode is 0600 from the first moment.
         try:
             listener.bind(path)
         finally:
@@ -414,7 +409,7 @@ async def _watch_engine(state: ServerState, on_ready: Callable[[], None]) -> Non
     """Wait for the engine to be ready, call `on_ready`, then wait for its failure, and raise it."""
     await state.wait_until_ready()
     gc.collect()
-    gc.freeze()  # later collections skip everything allocated so far
+    gc.freeze()  # Later collections skip everything allocated so far.
     gc.set_threshold(_GC_THRESHOLD)
     on_ready()
     disabled = state.engine.config.observability.disable_log_stats or (state.peers is not None and state.peers.index)

@@ -70,7 +70,7 @@ def on_signals(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
             hurry.set()
         stop.set()
 
-    was_stopped = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # Stopped was lost, as in a finalizer
+    was_stopped = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # Stopped was lost, as in a finalizer.
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, handle)

@@ -20,7 +20,7 @@ from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.settings import ResolvedSettings, build
 from pagoda.common.errors import ConfigError
 from pagoda.server.bench.offline.engine import write_results
-from pagoda.server.settings.flags import EngineArgs, FlagParser, add_config_file, add_settings, resolve_settings
+from pagoda.server.settings.flags import EngineArgs, resolve_settings
 from pagoda.server.settings.plugins import sampler_options
 from pagoda.server.settings.resolve import Resolved, resolve
 
@@ -28,16 +28,10 @@ SETTINGS: Final = COMMAND_SETTINGS["compile"]
 _BACKEND: Final = "jax_tpu"
 
 
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A local folder, a config.json, or a hub id.")
-    add_settings(parser, SETTINGS.values())
-    add_config_file(parser)
-
-
 def run(args: argparse.Namespace) -> int:
     """Compile and print the report. Returns 0. Raises ConfigError if the model or topology cannot be compiled."""
     settings = resolve_settings(args, SETTINGS)
-    config: CompileConfig = build(CompileConfig, settings.values, SETTINGS.values())
+    config = build(CompileConfig, settings.values)
     if config.topology is None:
         raise ConfigError("--topology", "required: the chips to compile for, such as v6e:1x1")
     compiler = load_compiler()
@@ -57,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
         schemes=resolved.schemes,
         batch_invariant=resolved.config.model.batch_invariant,
     )
-    stated = ("max_model_len" if resolved.pooling is None else "max_num_batched_tokens") in settings.sources
-    report = compiler.compile_ahead(target, options, largest=config.budget_only, stated=stated)
+    states_limit = ("max_model_len" if resolved.pooling is None else "max_num_batched_tokens") in settings.sources
+    report = compiler.compile_ahead(target, options, largest=config.budget_only, stated=states_limit)
     print(report)
     write_results(config.output_json, report.as_json())
     if config.output is not None:

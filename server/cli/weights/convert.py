@@ -27,7 +27,7 @@ from pagoda.common.models.transformers_spec import own_spec
 from pagoda.common.weights.quantization.export import copy_other_files, hugging_face_tensors, write_quantized
 from pagoda.common.weights.rules import apply_rules, tensor_uses, with_equal_head
 from pagoda.common.weights.sharded import ShardedCheckpoint
-from pagoda.server.settings.flags import EngineArgs, FlagParser, add_settings, resolve_settings
+from pagoda.server.settings.flags import EngineArgs, resolve_settings
 from pagoda.server.settings.resolve import Resolved, model_config, open_model, resolve
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.parameters import read_weights, with_progress
@@ -36,18 +36,10 @@ SETTINGS: Final = COMMAND_SETTINGS["convert"]
 _BACKEND: Final = "jax_tpu"
 
 
-def add_arguments(parser: FlagParser) -> None:
-    parser.add_argument("model_tag", metavar="MODEL", help="A local folder, a .gguf file, or a hub id.")
-    parser.add_argument("out", metavar="OUT", help="Output folder; it must be empty if it exists.")
-    add_settings(parser, SETTINGS.values())
-
-
 def run(args: argparse.Namespace) -> int:
     """Convert and print a summary. Returns 0. Raises ConfigError or ModelError."""
-    settings = resolve_settings(
-        argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "model_tag"}), SETTINGS
-    )
-    config: ConvertConfig = build(ConvertConfig, settings.values, SETTINGS.values())
+    settings = resolve_settings(args, SETTINGS)
+    config = build(ConvertConfig, settings.values)
     with _output_folder(Path(args.out)) as folder:
         if config.quantization is not None:
             print(f"{args.out}: {_quantise(_engine_config(args.model_tag, settings), config.quantization, folder)}")
@@ -107,9 +99,9 @@ def _quantise(engine: EngineConfig, method: str, folder: Path) -> str:
         progress = hugging_face_tensors(hf_config["architectures"][0], family, parameters, weights)
     uses = tensor_uses(family.rules, parameters)
     exported = write_quantized(progress, uses, parameters, method, dtype, folder)
-    named = {} if dtype is None else {"dtype": dtype}
-    whole = {key: value for key, value in hf_config.items() if not named or key != "torch_dtype"}
-    _write_json(folder / "config.json", {**whole, **named, "quantization_config": exported.config})
+    dtype_key = {} if dtype is None else {"dtype": dtype}
+    unquantized = {key: value for key, value in hf_config.items() if not dtype_key or key != "torch_dtype"}
+    _write_json(folder / "config.json", {**unquantized, **dtype_key, "quantization_config": exported.config})
     return exported.summary
 
 
@@ -124,8 +116,10 @@ def _resolved(model: str, settings: ResolvedSettings) -> Resolved:
 def _engine_config(model: str, settings: ResolvedSettings) -> EngineConfig:
     """Return the configuration of an engine for the source model. Raises ConfigError."""
     defaults = {name: setting.default for name, setting in ENGINE_SETTINGS.items()}
-    given = {name: value for name, value in settings.values.items() if SETTINGS[name] is ENGINE_SETTINGS.get(name)}
-    values = {**defaults, **given, "model": model, "backend": _BACKEND, "runner": "generate"}
+    engine_values = {
+        name: value for name, value in settings.values.items() if SETTINGS[name] is ENGINE_SETTINGS.get(name)
+    }
+    values = {**defaults, **engine_values, "model": model, "backend": _BACKEND, "runner": "generate"}
     return EngineArgs.from_resolved(replace(settings, values=values)).create_engine_config()
 
 

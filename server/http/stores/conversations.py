@@ -20,12 +20,12 @@ from pagoda.server.http.stores.responses import ID_SIZE, OVERHEAD
 class StoredConversation:
     """One conversation. `items`: JSON by item id, oldest first."""
 
-    owner: bytes  # digest of the API key that may read it, see server.owner_of
+    owner: bytes  # Digest of the API key that may read it, see server.owner_of.
     id: str = field(default_factory=lambda: f"conv_{uuid.uuid4().hex}")
     created_at: int = field(default_factory=lambda: int(time.time()))
     metadata: Mapping[str, str] = field(default_factory=dict)
     items: dict[str, bytes] = field(default_factory=dict)
-    size: int = 0  # approximate memory in bytes
+    size: int = 0  # Approximate memory in bytes.
 
     def measured(self) -> int:
         """Return the approximate memory in bytes."""
@@ -38,7 +38,7 @@ class ConversationStore:
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self._shares: Shares[bytes] = Shares(max_count, max_bytes)
-        self._conversations: dict[tuple[bytes, str], StoredConversation] = {}  # least recently changed first
+        self._conversations: dict[tuple[bytes, str], StoredConversation] = {}  # The least recently changed is first.
 
     def __len__(self) -> int:
         return len(self._conversations)
@@ -90,14 +90,16 @@ class ConversationStore:
     def _resize(self, conversation: StoredConversation) -> None:
         """Update the size of a conversation, which is the latest then. Evict others if needed."""
         key = conversation.owner, conversation.id
-        if self._conversations.pop(key, None) is None:  # evicted or deleted while a response was generated
+        if self._conversations.pop(key, None) is None:  # It was evicted or deleted while a response was generated.
             return
         self._conversations[key] = conversation
         size = conversation.measured()
         self._shares.add(conversation.owner, size=size - conversation.size)
         conversation.size = size
         while (owner := self._shares.over()) is not None:
-            self._drop(next(each for each in self._conversations.values() if each.owner == owner))
+            self._drop(
+                next(conversation for conversation in self._conversations.values() if conversation.owner == owner)
+            )
 
     def _drop(self, conversation: StoredConversation) -> None:
         del self._conversations[conversation.owner, conversation.id]

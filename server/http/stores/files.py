@@ -34,10 +34,10 @@ class StoredFile(msgspec.Struct, frozen=True):
 
     id: str
     bytes: int
-    created_at: int  # Unix time in seconds
+    created_at: int  # Unix time in seconds.
     filename: str
     purpose: str
-    owner: str  # hexadecimal digest of the API key that may read it, see server.owner_of
+    owner: str  # Hexadecimal digest of the API key that may read it, see server.owner_of.
     expires_at: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -54,12 +54,12 @@ class FileStore:
     """
 
     def __init__(self, folder: str | None, max_count: int, max_bytes: int, share: float = 1.0) -> None:
-        self._shares: Shares[str] = Shares(max_count, max_bytes)  # files that are being written included
+        self._shares: Shares[str] = Shares(max_count, max_bytes)  # Files that are being written are included.
         self._share = share
         self._temporary: PrivateFolder | None = None
         self._folder = None if folder is None else Path(folder)
-        self._files: dict[str, StoredFile] = {}  # oldest first
-        self._orphans: dict[str, Path] = {}  # id -> content of a file that an earlier process has not finished
+        self._files: dict[str, StoredFile] = {}  # The files, oldest first.
+        self._orphans: dict[str, Path] = {}  # Id -> content of a file that an earlier process has not finished.
         if self._folder is not None:
             try:
                 self._open(self._folder)
@@ -87,7 +87,7 @@ class FileStore:
     def files(self, owner: str) -> list[StoredFile]:
         """Return the owner's files, oldest first."""
         self._drop_expired()
-        return [each for each in self._files.values() if each.owner == owner]
+        return [file for file in self._files.values() if file.owner == owner]
 
     def get(self, file_id: str, owner: str) -> StoredFile:
         """Return the owner's file. Raise HttpError (404), also for another owner's."""
@@ -143,10 +143,10 @@ class FileStore:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
-        files = sorted(self._stored(folder), key=lambda each: each.created_at)
-        self._files = {each.id: each for each in files}
-        for each in files:
-            self._shares.add(each.owner, count=1, size=each.bytes)
+        files = sorted(self._stored(folder), key=lambda file: file.created_at)
+        self._files = {file.id: file for file in files}
+        for file in files:
+            self._shares.add(file.owner, count=1, size=file.bytes)
         self._orphans = {path.stem: path for path in folder.glob("file-*.part")}
 
     def _stored(self, folder: Path) -> Iterator[StoredFile]:
@@ -164,7 +164,11 @@ class FileStore:
 
     def _drop_expired(self) -> None:
         now = time.time()
-        for file in [each for each in self._files.values() if each.expires_at is not None and each.expires_at <= now]:
+        for file in [
+            candidate
+            for candidate in self._files.values()
+            if candidate.expires_at is not None and candidate.expires_at <= now
+        ]:
             self._drop(file)
 
     # Called by a writer.
@@ -208,7 +212,7 @@ class FileWriter:
                 store.take(owner, count=1, size=kept)
             except BaseException:
                 os.close(self._file)
-                if is_new:  # what an earlier process has written is not lost
+                if is_new:  # What an earlier process has written is not lost.
                     _remove(path)
                 raise
             os.ftruncate(self._file, kept)
@@ -250,7 +254,7 @@ class FileWriter:
         text = msgspec.json.encode(file)
         content = self._path.with_suffix("")
         with _storing():
-            with self._draft.open("r+b") as draft:  # in the room that it has
+            with self._draft.open("r+b") as draft:  # The file is written in the room that it has.
                 draft.write(text)
                 draft.truncate()
             self._path.rename(content)

@@ -27,15 +27,15 @@ class StoredResponse:
         self, response_id: str, snapshot: Callable[[], bytes], *, owner: bytes, keeps_events: bool = False
     ) -> None:
         self.id = response_id
-        self.owner = owner  # digest of the API key that may read it, see server.owner_of
-        self.status: str | None = None  # None while it runs
-        self.items = b""  # the conversation up to its end, as JSON, for follow-up requests; empty while it runs
-        self.num_input_items = 0  # of `items`; the others are the output
-        self.item_ids: tuple[str, ...] = ()  # of `items`
+        self.owner = owner  # Digest of the API key that may read it, see server.owner_of.
+        self.status: str | None = None  # None while it runs.
+        self.items = b""  # The conversation up to its end, as JSON, for follow-up requests; empty while it runs.
+        self.num_input_items = 0  # Number of `items` that are input; the others are the output.
+        self.item_ids: tuple[str, ...] = ()  # Ids of `items`.
         self._body = b""
         self._snapshot: Callable[[], bytes] | None = snapshot
         self.events: list[bytes] | None = [] if keeps_events else None
-        self.task: asyncio.Task[None] | None = None  # runs it in the background
+        self.task: asyncio.Task[None] | None = None  # The task that runs it in the background.
         self._events_size = 0
         self._changed = asyncio.Event()
 
@@ -102,9 +102,10 @@ class ResponseStore:
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self._shares: Shares[bytes] = Shares(max_count, max_bytes)
-        self._responses: dict[tuple[bytes, str], StoredResponse] = {}  # oldest first
+        self._responses: dict[tuple[bytes, str], StoredResponse] = {}  # The responses, oldest first.
         self._sizes: dict[tuple[bytes, str], int] = {}
-        self._by_item: dict[tuple[bytes, str], StoredResponse] = {}  # the latest with an item, by owner and item id
+        # Owner and item id -> the latest response with the item.
+        self._by_item: dict[tuple[bytes, str], StoredResponse] = {}
 
     @property
     def keeps(self) -> bool:
@@ -163,8 +164,8 @@ class ResponseStore:
 
     def _oldest(self, owner: bytes) -> StoredResponse:
         """Return the owner's oldest that has ended, else the oldest."""
-        own = self.of(owner)
-        return next((response for response in own if not response.running), own[0])
+        stored_by_owner = self.of(owner)
+        return next((response for response in stored_by_owner if not response.running), stored_by_owner[0])
 
     def _drop(self, response: StoredResponse) -> None:
         del self._responses[response.key]

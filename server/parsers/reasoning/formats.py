@@ -27,11 +27,11 @@ class TaggedFormat:
 
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
-    starts_thinking: bool = False  # output starts inside the reasoning unless the prompt closed it
-    turn_starts: tuple[str, ...] = ("<|im_start|>assistant",)  # what opens the assistant turn in the prompt
-    content_tags: tuple[str, str] | None = None  # optional tags around the content, stripped
-    call_starts: tuple[str, ...] = ()  # a tool call that starts with one of these also ends the reasoning
-    special_tokens: bool = False  # the tags are special tokens, so they count in the middle of content, too
+    starts_thinking: bool = False  # Output starts inside the reasoning unless the prompt closed it.
+    turn_starts: tuple[str, ...] = ("<|im_start|>assistant",)  # Texts that open the assistant turn in the prompt.
+    content_tags: tuple[str, str] | None = None  # Optional tags around the content, which are stripped.
+    call_starts: tuple[str, ...] = ()  # A tool call that starts with one of these also ends the reasoning.
+    special_tokens: bool = False  # The tags are special tokens, so they count in the middle of content, too.
 
     def thinks(self, prompt: str) -> bool:
         """Return whether output for this prompt starts inside the reasoning.
@@ -79,8 +79,8 @@ class TaggedParser:
         self._tags = _delimiters((*format.starts, *format.ends) if format.special_tokens else ())
         self._content_end = _delimiters(format.content_tags[1:] if format.content_tags else ())
         self._unread = ""
-        self._has_text = False  # text other than white space was emitted since the last tag
-        self._has_reasoning = False  # reasoning was emitted before; more of it starts on a new line
+        self._has_text = False  # Text other than white space was emitted since the last tag.
+        self._has_reasoning = False  # Reasoning was emitted before; more of it starts on a new line.
         self._state: Callable[[bool], list[Event]] = self._before
 
     def feed(self, text: str) -> list[Event]:

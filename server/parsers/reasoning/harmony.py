@@ -16,9 +16,9 @@ from pagoda.server.parsers.parser import Content, DelimiterSet, Event, Parser, R
 
 _START: Final = "<|start|>assistant"
 _MESSAGE: Final = "<|message|>"
-_HEADER_STARTS: Final = ("<|start|>", "<|channel|>", " to=")  # the last: a recipient right after the role
+_HEADER_STARTS: Final = ("<|start|>", "<|channel|>", " to=")  # The last one is a recipient right after the role.
 _MESSAGE_ENDS: Final = DelimiterSet(("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"))
-_MAX_HEADER: Final = 512  # characters; a longer header is treated as text
+_MAX_HEADER: Final = 512  # Number of characters; a longer header is treated as text.
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w*)")
 
 Kind = Literal["reasoning", "other"]
@@ -46,21 +46,21 @@ class HarmonyReasoning:
         It takes one call per message, before its result; one text beside a call; tools with descriptions.
         """
         shown: list[Mapping[str, Any]] = []
-        at = 0
-        while at < len(messages):
-            message = messages[at]
-            calls = messages[at].get("tool_calls")
-            at += 1
+        position = 0
+        while position < len(messages):
+            message = messages[position]
+            calls = messages[position].get("tool_calls")
+            position += 1
             if not isinstance(calls, list) or not calls:
                 shown.append(message)
                 continue
-            results = list(takewhile(lambda later: later.get("role") == "tool", messages[at:]))
-            at += len(results)
+            results = list(takewhile(lambda later: later.get("role") == "tool", messages[position:]))
+            position += len(results)
             for index, call in enumerate(calls):
                 before = _one_text(message) if index == 0 else {"role": message.get("role")}
-                own = [result for result in results if _is_result(result, call)]
-                shown += [{**before, "tool_calls": [call]}, *own]
-                results = [result for result in results if result not in own]
+                results_of_call = [result for result in results if _is_result(result, call)]
+                shown += [{**before, "tool_calls": [call]}, *results_of_call]
+                results = [result for result in results if result not in results_of_call]
             shown += results
         return shown, [_described(tool) for tool in tools]
 
@@ -102,7 +102,7 @@ class HarmonyParser:
         self._keep_markup = keep_markup
         self._in_header = not in_message
         self._kind: Kind = "other"
-        self._seen: set[Kind] = set()  # kinds with a message so far: the next one starts on a new line
+        self._seen: set[Kind] = set()  # Kinds with a message so far: their next message starts on a new line.
         self._unread = ""
 
     def feed(self, text: str) -> list[Event]:
@@ -122,9 +122,9 @@ class HarmonyParser:
 
     def _header(self, final: bool) -> list[Event]:
         text = self._unread
-        start = next((each for each in _HEADER_STARTS if text.startswith(each)), "")
+        start = next((header for header in _HEADER_STARTS if text.startswith(header)), "")
         if not start:
-            if text and (final or not any(each.startswith(text) for each in _HEADER_STARTS)):
+            if text and (final or not any(header.startswith(text) for header in _HEADER_STARTS)):
                 self._in_header = False
                 self._kind = "other"
             return []
@@ -139,7 +139,7 @@ class HarmonyParser:
             return [Content(start)] if self._keep_markup else []
         if not final:
             return []
-        self._unread = ""  # a header without a message
+        self._unread = ""  # A header without a message is dropped.
         return [Content(text)] if self._keep_markup else []
 
     def _start_message(self, header: str, rest: str) -> list[Event]:

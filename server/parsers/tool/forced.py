@@ -82,7 +82,7 @@ def _arguments_schema(tool: Tool, key: str, definitions: dict[str, Any]) -> dict
 def _rebase_refs(schema: Any, root: str, named_schemas: bool = False) -> Any:
     """Return the schema with its references rebased to `root`. `named_schemas`: its keys are names of schemas."""
     if not isinstance(schema, Mapping):
-        return [_rebase_refs(each, root) for each in schema] if isinstance(schema, list) else schema
+        return [_rebase_refs(item, root) for item in schema] if isinstance(schema, list) else schema
     rebased = {}
     for key, value in schema.items():
         if named_schemas or key not in ("$ref", *_DATA_KEYWORDS):

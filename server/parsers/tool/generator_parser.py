@@ -15,7 +15,7 @@ class ParserOutput:
         self._scanner = scanner
         self._events: list[Event] = []
         self._calls = 0
-        self._space: str | None = ""  # since the start or the last call; None once other content followed
+        self._space: str | None = ""  # White space since the start or the last call; None once other content followed.
 
     def content(self, text: str) -> None:
         if self._space is not None:

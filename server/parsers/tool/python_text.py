@@ -8,7 +8,7 @@ from typing import Final
 from pagoda.server.parsers.tool import json_text
 from pagoda.server.parsers.tool.scanner import Malformed, Scan, Scanner, Sink
 
-MAX_DEPTH: Final = 64  # of nested brackets
+MAX_DEPTH: Final = 64  # Maximum depth of nested brackets.
 
 _WORDS: Final = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _WORD: Final = re.compile(r"[A-Za-z_]*")
@@ -149,6 +149,6 @@ def _number(text: str) -> str:
     parts = _PARTS.fullmatch(text.replace("_", ""))
     if parts is None or not (parts[2] or parts[3]):
         raise Malformed
-    sign, whole, fraction, exponent = parts.groups(default="")
+    sign, integer, fraction, exponent = parts.groups(default="")
     point = f".{fraction or '0'}" if parts[3] is not None else ""
-    return f"{sign.replace('+', '')}{whole.lstrip('0') or '0'}{point}{exponent}"
+    return f"{sign.replace('+', '')}{integer.lstrip('0') or '0'}{point}{exponent}"

@@ -104,8 +104,8 @@ class Scanner:
         longest = max(map(len, literals))
         while True:
             upcoming = self._text[self._position : self._position + longest]
-            if not any(len(each) > len(upcoming) and each.startswith(upcoming) for each in literals):
-                return max((each for each in literals if upcoming.startswith(each)), key=len, default="")
+            if not any(len(literal) > len(upcoming) and literal.startswith(upcoming) for literal in literals):
+                return max((literal for literal in literals if upcoming.startswith(literal)), key=len, default="")
             yield from self._more()
 
     def accept(self, *literals: str) -> Scan[str]:
@@ -184,12 +184,12 @@ class Markers:
         self.texts: Final = texts
         self.pattern: Final = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._longest = max(map(len, texts), default=1)
-        self._first_chars = frozenset(each[0] for each in texts)
+        self._first_chars = frozenset(stop[0] for stop in texts)
 
     def safe_end(self, text: str, start: int) -> int:
         """Return the end of the part of `text[start:]` in which no marker can begin, whatever text follows."""
         for position in range(max(start, len(text) - self._longest + 1), len(text)):
-            if text[position] in self._first_chars and any(each.startswith(text[position:]) for each in self.texts):
+            if text[position] in self._first_chars and any(stop.startswith(text[position:]) for stop in self.texts):
                 return position
         return len(text)
 

@@ -11,7 +11,7 @@ from pagoda.server.parsers.parser import Tool
 from pagoda.server.parsers.tool import json_text, python_text
 from pagoda.server.parsers.tool.scanner import Malformed, Scan, Scanner
 
-_MAX_DEPTH: Final = 16  # of nested schemas
+_MAX_DEPTH: Final = 16  # Maximum depth of nested schemas.
 
 _COMBINATIONS: Final = ("anyOf", "oneOf", "allOf")
 _KEYWORD_TYPES: Final = {
@@ -29,7 +29,7 @@ class SchemaShape:
     """Types that a schema allows for a value and for the values inside it."""
 
     schema: Any
-    root: Mapping[str, Any]  # the document that references point into
+    root: Mapping[str, Any]  # The document that references point into.
 
     @property
     def types(self) -> frozenset[str]:
@@ -50,12 +50,12 @@ class SchemaShape:
 
     def _first(self, keyword: str) -> SchemaShape:
         schemas = (schema.get(keyword) for schema in _alternatives(self.schema, self.root, 0))
-        return SchemaShape(next((each for each in schemas if isinstance(each, Mapping)), None), self.root)
+        return SchemaShape(next((schema for schema in schemas if isinstance(schema, Mapping)), None), self.root)
 
 
 def arguments_shape(tools: Sequence[Tool], tool: str) -> SchemaShape:
     """Return the shape of the arguments of the tool called `tool`."""
-    schema = next((each.parameters for each in tools if each.name == tool), None)
+    schema = next((candidate.parameters for candidate in tools if candidate.name == tool), None)
     return SchemaShape(schema, schema if isinstance(schema, Mapping) else {})
 
 
@@ -155,7 +155,7 @@ def _literal(text: str, types: frozenset[str]) -> str | None:
         return None
     scanner = Scanner()
     pieces = list[str]()
-    scanner.feed(text + "\n")  # ends a number or word
+    scanner.feed(text + "\n")  # The line end ends a number or word.
     scanner.end()
     try:
         for _ in _convert_all(scanner, pieces):

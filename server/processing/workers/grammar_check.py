@@ -58,10 +58,10 @@ class GrammarCheck:
         self._workers = [
             ChildWorker(program, seconds, elapsed, words, name="grammar check", clock=clock) for _ in range(PROCESSES)
         ]
-        self._idle = self._workers[::-1]  # the last is used first
+        self._idle = self._workers[::-1]  # The last worker is used first.
         self._passed: OrderedDict[bytes, None] = OrderedDict()
         self._line = FairLine(MAX_WAITING, "new grammars", places=PROCESSES)
-        self._results: dict[bytes, asyncio.Future[str | None]] = {}  # by digest, of grammars in line
+        self._results: dict[bytes, asyncio.Future[str | None]] = {}  # Digest -> result, of grammars in line.
 
     async def check(self, grammar: Grammar, owner: str = "", most_of_owner: int = MAX_WAITING) -> None:
         """Raise RequestError if the grammar does not compile, QueueFullError if too many are in line.
@@ -72,7 +72,7 @@ class GrammarCheck:
         name = sha256(f"{grammar.engine} {grammar.text}".encode("utf-8", "surrogatepass")).digest()
         while (result := self._results.get(name)) is not None:
             await asyncio.wait({result})
-            if (error := result.result()) is not None:  # None: the request that compiled it was cancelled
+            if (error := result.result()) is not None:  # None: the request that compiled it was cancelled.
                 break
         else:
             error = await self._check_new(name, grammar, owner, most_of_owner)
@@ -103,7 +103,7 @@ class GrammarCheck:
 
         try:
             result = asyncio.get_running_loop().run_in_executor(self._threads, self._try, worker, grammar)
-        except RuntimeError:  # it was closed
+        except RuntimeError:  # The worker was closed.
             self._end(name, None)
             self._line.leave(owner)
             raise
@@ -128,7 +128,7 @@ class GrammarCheck:
         """Return the error of a grammar, empty if there is none. Runs in a thread."""
         try:
             data = msgspec.msgpack.encode(grammar)
-        except ValueError:  # half of a surrogate pair
+        except ValueError:  # The text has half of a surrogate pair.
             return "the grammar has invalid characters (lone surrogates)"
         try:
             return worker.call(data).decode("utf-8", "replace")

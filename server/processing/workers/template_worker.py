@@ -13,12 +13,7 @@ from typing import Final
 
 from pagoda.common.errors import RequestError
 from pagoda.common.text.chat_template import render, variables_of
-from pagoda.server.processing.workers.worker import (
-    TEMPLATE_ERROR,
-    TEMPLATE_TEXT,
-    Handler,
-    serve,
-)
+from pagoda.server.processing.workers.worker import TEMPLATE_ERROR, TEMPLATE_TEXT, Handler, serve
 
 MEMORY_BYTES: Final = 256 << 20
 """Memory for templates, messages and text, beyond the 20 MB of the process."""

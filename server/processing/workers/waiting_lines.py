@@ -37,7 +37,7 @@ class TextThreads:
     def __init__(self, on_rejected: Callable[[str], None]) -> None:
         self._on_rejected = on_rejected
         self._pool = ThreadPoolExecutor(_THREADS, "pagoda-text")
-        self._running = self._waiting = 0  # characters
+        self._running = self._waiting = 0  # Numbers of characters.
         self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def run(self, characters: int, work: Callable[..., T], *arguments: object) -> T:
@@ -52,7 +52,7 @@ class TextThreads:
         context.run(CANCELLED.set, cancelled)
         try:
             future: Future[T] = self._pool.submit(partial(context.run, work, *arguments))
-        except RuntimeError:  # closed
+        except RuntimeError:  # The loop is closed.
             self._leave(characters)
             raise
         # The thread may go on for a moment after the caller was cancelled: its characters count until it ends.
@@ -80,7 +80,7 @@ class TextThreads:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # cancelled just after its turn came
+            if turn.done() and not turn.cancelled():  # It was cancelled just after its turn came.
                 self._leave(characters)
             raise
 
@@ -114,9 +114,9 @@ class FairLine:
         self._max_waiting = max_waiting
         self._what = what
         self._free = places
-        self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # next owner first
-        self._counts: dict[str, int] = {}  # waiting and served, by owner
-        self._served: set[str] = set()  # owners
+        self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # The next owner is first.
+        self._counts: dict[str, int] = {}  # Owner -> number of those that wait and are served.
+        self._served: set[str] = set()  # Owners that are served.
 
     def __len__(self) -> int:
         return sum(self._counts.values())
@@ -148,7 +148,7 @@ class FairLine:
         try:
             await waiter
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():  # cancelled just after its turn came
+            if waiter.done() and not waiter.cancelled():  # It was cancelled just after its turn came.
                 self.leave(owner)
             else:
                 self._uncount(owner)
@@ -172,7 +172,7 @@ class FairLine:
             line = self._lines.pop(owner)
             waiter = line.popleft()
             if line:
-                self._lines[owner] = line  # behind the other owners
+                self._lines[owner] = line  # The owner goes behind the others.
             if not waiter.done():
                 self._free -= 1
                 self._served.add(owner)

@@ -36,8 +36,8 @@ from pagoda.server.processing.workers.child import untrusted_env
 
 START_SECONDS: Final = 60.0
 READY: Final = b"ready"
-_SIZE_BYTES: Final = 8  # before each frame
-LOOK_SECONDS: Final = 0.02  # between looks at the processor time of a child that is near its limit
+_SIZE_BYTES: Final = 8  # Bytes of the size before each frame.
+LOOK_SECONDS: Final = 0.02  # Seconds between looks at the processor time of a child that is near its limit.
 
 Handler = Callable[[bytes], bytes]
 """Returns the reply to a request."""
@@ -89,7 +89,7 @@ class ChildWorker:
         self._setup: bytes | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[..., ChildWorker] | None = None
-        self._num_served = 0  # requests that the running child has answered
+        self._num_served = 0  # Number of requests that the running child has answered.
         self._closed = False
 
     @property
@@ -137,7 +137,7 @@ class ChildWorker:
         self._closed = True
         process = self._process
         if process is not None:
-            process.kill()  # what waits for its reply holds the lock and sees its end
+            process.kill()  # The call that waits for its reply holds the lock and sees its end.
         with self._lock:
             self._end()
 
@@ -159,7 +159,7 @@ class ChildWorker:
         self._process = process
         self._finalizer = weakref.finalize(self, _kill, process)
         try:
-            self._check_open()  # it may have been closed since this call began
+            self._check_open()  # The pool may have been closed since this call began.
         except RuntimeError:
             self._end()
             raise
@@ -244,7 +244,8 @@ class _Usage:
             stat = Path(f"/proc/{pid}/stat").read_bytes()
         except OSError:
             return _Usage()
-        fields = stat[stat.rindex(b")") + 2 :].split()  # from field 3 on; the second is a name with spaces
+        # These are the fields from the third on; the second is a name with spaces.
+        fields = stat[stat.rindex(b")") + 2 :].split()
         user, system = fields[11:13]
         return _Usage((int(user) + int(system)) / os.sysconf("SC_CLK_TCK"), fields[0] in (b"T", b"t"))
 
@@ -283,7 +284,7 @@ def _receive(descriptor: int, size: int, limits: _Limits) -> bytearray | None:
 
 
 def _wait(descriptor: int, event: int, limits: _Limits) -> None:
-    poll = select.poll()  # unlike select, for any number of open files
+    poll = select.poll()  # Unlike select, poll takes any number of open files.
     poll.register(descriptor, event)
     while not poll.poll(limits.left() * 1000):
         pass
@@ -345,9 +346,9 @@ class TemplateRenderer:
         with self._lock:
             if name in self._variables:
                 self._variables.move_to_end(name)
-                known: Future[frozenset[str]] = Future()
-                known.set_result(self._variables[name])
-                return known
+                variables: Future[frozenset[str]] = Future()
+                variables.set_result(self._variables[name])
+                return variables
         return self.submit(lane, partial(self._inspect, template, name, lane))
 
     def _inspect(self, template: str, name: bytes, lane: Lane) -> frozenset[str]:
@@ -426,7 +427,7 @@ def _encoded(request: Mapping[str, Any]) -> bytes:
     try:
         try:
             text = json.dumps(request, ensure_ascii=False, separators=(",", ":"))
-        except TypeError:  # other mappings, or what is refused
+        except TypeError:  # These are other mappings, or what is refused.
             text = json.dumps(_plain(request), ensure_ascii=False, separators=(",", ":"))
     except RecursionError:
         raise RequestError("messages", "the messages are nested too deeply") from None
@@ -436,7 +437,7 @@ def _encoded(request: Mapping[str, Any]) -> bytes:
 
 
 def _plain(request: Mapping[str, Any]) -> dict[str, Any]:
-    from pagoda.common.text.chat_template import plain_json  # jinja2 is not needed by other children
+    from pagoda.common.text.chat_template import plain_json  # Other children do not need jinja2.
 
     messages = request.get("messages")
     if not isinstance(messages, Sequence):
@@ -456,7 +457,7 @@ def serve(prepare: Callable[[bytes], Handler], memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _renounce_privileges()
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # libraries may print
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Libraries may print.
     first = read_frame(sys.stdin.buffer)
     if first is None:
         return

@@ -28,7 +28,7 @@ from pagoda.common.models.mixers import LatentAttention
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import AltUp, ExpertGroups, ModelSpec, Moe, Router
-from pagoda.common.weights.quantization.tensors import Int8
+from pagoda.common.weights.quantization.schemes import Int8
 
 GENERATOR = np.random.default_rng(0)
 SEQUENCES = [GENERATOR.integers(0, 96, length).tolist() for length in (50, 23, 38)]

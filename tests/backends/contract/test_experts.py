@@ -19,7 +19,6 @@ from pagoda.backends.jax_tpu.parallel import make_mesh
 from pagoda.backends.jax_tpu.weights.loading import load
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.reference.model.numerics import Numerics
-from pagoda.backends.reference.model.params import MoeParams
 from pagoda.backends.reference.weights.load import Packer
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
 from pagoda.backends.torch_cuda.weights.load import Loader
@@ -45,10 +44,8 @@ SPEC = model(Moe(6, Mlp(24, "silu", True), ROUTER, SHARED, shared_gate=True))
 def loaded_correction(backend: str) -> npt.NDArray[np.float32]:
     """Return the correction of a backend whose other weights are in bfloat16."""
     if backend == "reference":
-        ffn = Packer(SPEC, Numerics(torch.bfloat16, torch.float32)).pack(random_weights(SPEC)).parts["layers.0.ffn"]
-        assert isinstance(ffn, MoeParams)
-        assert ffn.correction is not None
-        return ffn.correction.numpy()
+        packed = Packer(SPEC, Numerics(torch.bfloat16, torch.float32)).pack(random_weights(SPEC))
+        return packed.parts[NAME].numpy()
     if backend == "naive":
         return NaiveModel(SPEC, random_weights(SPEC), torch.bfloat16)._weights[NAME].numpy()
     if backend == "torch_cuda":

@@ -29,7 +29,7 @@ from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import ModelSpec, Moe
 from pagoda.common.weights.lora.weights import LoraOptions, adaptable
 from pagoda.common.weights.quantization.on_the_fly import quantize
-from pagoda.common.weights.quantization.tensors import Int8
+from pagoda.common.weights.quantization.schemes import Int8
 
 assert support.devices.jax_devices.DEVICES > 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module, util
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from support.engines.reference_driver import Driver, tiny_spec
@@ -19,8 +19,9 @@ from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Moe, Router
 from pagoda.common.weights.gguf.dequantize import block_type
 from pagoda.common.weights.quantization.on_the_fly import is_matrix
-from pagoda.common.weights.quantization.support import SCHEMES, SchemeSupport
-from pagoda.common.weights.quantization.tensors import Blocks, QuantizedTensor
+from pagoda.common.weights.quantization.schemes import SCHEME_ROWS, Blocks, ScaledScheme, Scheme
+from pagoda.common.weights.quantization.support import SchemeSupport
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.server.startup.parameters import dummy_weights
 
 BACKENDS = ["reference", "torch_cuda", "jax_tpu"]
@@ -62,7 +63,7 @@ def test_the_declaration_is_what_loading_does(
         pytest.skip(f"needs {NEEDS[backend]}")
     if backend == "jax_tpu":
         import_module("support.devices.jax_devices")
-    declared = import_module(f"pagoda.backends.{backend}.supported").scheme_support
+    declared = import_module(f"pagoda.backends.{backend}.schemes").scheme_support
     dequantised: list[tuple[int, ...]] = []
     original = QuantizedTensor.dequantize
     monkeypatch.setattr(
@@ -72,10 +73,10 @@ def test_the_declaration_is_what_loading_does(
     matrices: list[Param] = [param for param in params(spec).values() if is_matrix(param)]
     stacks = sum(".experts." in param.name for param in matrices)
     wrong = {}
-    for name, scheme in SCHEMES.items():
+    for name, scheme in SCHEME_ROWS.items():
         support: SchemeSupport = declared(scheme, experts)
         assert support.how
-        if backend == "reference" and "else dequantises" in support.how and not lanes():
+        if backend == "reference" and "elsewhere dequantises" in support.how and not lanes():
             support = SchemeSupport("dequantises", "the model's type")
         if isinstance(scheme, Blocks) and name not in OF_BLOCKS and support.kind == "dequantises":
             continue
@@ -96,9 +97,15 @@ def test_the_declaration_is_what_loading_does(
     assert not wrong
 
 
-@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if isinstance(scheme, Blocks)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_scheme_has_a_row(backend: str) -> None:
+    schemes = set(get_args(ScaledScheme if backend == "torch_cuda" else Scheme))  # torch_cuda multiplies no blocks
+    assert set(import_module(f"pagoda.backends.{backend}.schemes").SCHEMES) == schemes
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEME_ROWS.items() if isinstance(scheme, Blocks)])
 def test_block_types_are_those_of_the_library(name: str) -> None:
     pytest.importorskip("gguf")
-    scheme = SCHEMES[name]
+    scheme = SCHEME_ROWS[name]
     assert isinstance(scheme, Blocks)
     assert block_type(scheme.kind.number) == scheme.kind

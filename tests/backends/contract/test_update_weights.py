@@ -29,7 +29,8 @@ from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization.tensors import Float8, QuantizedTensor, Value, random_quantized
+from pagoda.common.weights.quantization.schemes import Float8
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, Value, random_quantized
 
 assert support.devices.jax_devices.DEVICES > 1
 Scores = npt.NDArray[np.float32]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,27 +13,23 @@ from support.engines.reference_driver import random_weights, tiny_spec
 from pagoda.backends.reference.memory import held_bytes
 from pagoda.backends.reference.model.linear import float32_linear, linear
 from pagoda.backends.reference.model.numerics import Numerics
-from pagoda.backends.reference.model.params import MlpParams, MoeParams
 from pagoda.backends.reference.model.quantized import compiled, layer
 from pagoda.backends.reference.model.quantized.groups import grouped, is_grouped
 from pagoda.backends.reference.model.quantized.int8 import OnednnLinear
 from pagoda.backends.reference.weights.load import Packer
 from pagoda.common.models.spec import Mlp, Moe, Router
 from pagoda.common.weights.quantization.on_the_fly import quantize
-from pagoda.common.weights.quantization.support import SCHEMES
-from pagoda.common.weights.quantization.tensors import (
+from pagoda.common.weights.quantization.schemes import (
+    SCHEME_ROWS,
     Activations,
     Blocks,
     Int4,
     Int8,
     Mxfp4,
     Nvfp4,
-    QuantizedTensor,
     Scheme,
-    concatenate,
-    random_quantized,
-    take_matrix,
 )
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, concatenate, random_quantized, take_matrix
 
 NARROW = Numerics(torch.bfloat16, torch.bfloat16)
 WIDENED = Numerics(torch.bfloat16, torch.float32)
@@ -201,7 +196,7 @@ def test_blocks_of_ggml(kind: str, group: int, share: float, lanes: int) -> None
     """`share`: bytes in memory per byte of the file, but for 4 per output."""
     quants = pytest.importorskip("gguf").quants
     noise = np.random.default_rng(0)
-    scheme = SCHEMES[f"GGUF {kind}"]
+    scheme = SCHEME_ROWS[f"GGUF {kind}"]
     assert isinstance(scheme, Blocks)
     if kind.endswith("K"):
         data = noise.integers(0, 256, (64, 2 * scheme.kind.bytes), np.uint8)
@@ -277,11 +272,6 @@ def test_bytes_in_memory(lanes: int) -> None:
         assert product.nbytes == held_bytes(product) == 256 * 160 * bits / 8 + 256 * 4
 
 
-def matrices(params: MlpParams | MoeParams | None) -> Sequence[object]:
-    assert isinstance(params, MoeParams)
-    return [part for expert in params.experts for part in (expert.inner, expert.down)]
-
-
 def test_a_model_computes_with_its_experts(lanes: int) -> None:
     base = tiny_spec()
     moe = Moe(3, Mlp(64, "silu", True), Router(2, True))
@@ -292,11 +282,11 @@ def test_a_model_computes_with_its_experts(lanes: int) -> None:
         for name, value in dense.items()
     }
     model = Packer(spec, NARROW).pack(iter(weights.items()))
-    attention, ffn = (model.parts[f"layers.0.{name}"] for name in ("mixers.0", "ffn"))
-    assert all(isinstance(part, compiled.CompiledLinear) for part in matrices(ffn))
+    attention = model.parts["layers.0.mixers.0"]
+    experts = [model.parts[f"layers.0.ffn.experts.{e}.{part}"] for e in range(3) for part in ("inner", "down")]
+    assert all(isinstance(part, compiled.CompiledLinear) for part in experts)
     assert isinstance(attention.qkv, compiled.CompiledLinear)
     x = torch.randn(4, spec.width, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert isinstance(ffn, MoeParams)
     names = [f"layers.0.ffn.experts.{part}" for part in ("gate", "up")]
     second = [weights[name] for name in names]
     assert all(isinstance(stack, QuantizedTensor) for stack in second)
@@ -304,7 +294,7 @@ def test_a_model_computes_with_its_experts(lanes: int) -> None:
     joined = concatenate(rows)
     assert isinstance(joined, QuantizedTensor)
     want = expected(joined, x, spec.width)
-    assert_near(ffn.experts[1].inner(x).float(), want, 2**-8)
+    assert_near(experts[2](x).float(), want, 2**-8)
     plain = Packer(spec, NARROW).pack(iter(dense.items())).num_bytes
     assert 0.5 < model.num_bytes / plain < 0.8
 

@@ -25,7 +25,8 @@ from pagoda.common.engine.core import generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineRequest
-from pagoda.common.engine.sampling.rules import SamplerOptions, SamplingRules
+from pagoda.common.engine.sampling.processors import SamplerOptions
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.steps.contract import PREVIOUS, StepPlan, StepResult
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import Attention

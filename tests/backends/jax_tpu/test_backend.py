@@ -24,7 +24,8 @@ from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.engine.sampling.rules import SamplerOptions, SamplingRules
+from pagoda.common.engine.sampling.processors import SamplerOptions
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.steps.contract import StepPlan
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import Attention
@@ -216,13 +217,13 @@ def test_a_missing_program_is_an_error_or_a_count() -> None:
     strict = driver(SPECS["full"], strict=True)
     with pytest.raises(RecompileError, match="was not compiled before serving"):
         strict.generate(PROMPT, 1)
-    assert isinstance(strict.backend._programs, CompiledPrograms)
+    assert isinstance(strict.backend._serving.programs, CompiledPrograms)
 
 
 def test_the_cache_is_updated_in_place() -> None:
     """Every step program aliases the whole cache and makes no temporary of its size."""
     d = driver(SPECS["full"])
-    programs = d.backend._programs
+    programs = d.backend._serving.programs
     size = sum(
         int(np.prod(c.shape)) * c.dtype.itemsize for c in d.backend.model.caches(programs.program_set.num_blocks)
     )

@@ -78,8 +78,8 @@ def test_nothing_is_compiled_while_serving() -> None:
     backend.init_cache((BLOCKS,))
     wanted = (Forward, ForwardEmbeds)
     choosing = (Sample(1, "greedy"), RankLogprobs(1))
-    backend._programs.prepare(
-        key for key in backend._programs.program_set if isinstance(key, wanted) or key in choosing
+    backend._serving.programs.prepare(
+        key for key in backend._serving.programs.program_set if isinstance(key, wanted) or key in choosing
     )  # of all that warmup compiles
     core = generation_core(backend, layout, limits, (BLOCKS,))
     line = [

@@ -18,11 +18,11 @@ from pagoda.backends.reference.execution import make_batch
 from pagoda.backends.reference.memory import allocate
 from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.linear import ROWS, linear
-from pagoda.backends.reference.model.mixers.attention.paged import KEYS, QUERIES
 from pagoda.backends.reference.model.numerics import numerics
 from pagoda.backends.reference.model.ops import activation, sigmoid
 from pagoda.backends.reference.weights.load import Packer
 from pagoda.backends.registry import check_batch_invariant
+from pagoda.backends.torch_decoder.mixers.invariant_attention import KEYS, QUERIES
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.steps.contract import StepPlan

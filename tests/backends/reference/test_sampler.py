@@ -16,7 +16,8 @@ from pagoda.backends.reference.programs.operators import FoundTokens, row_search
 from pagoda.backends.reference.sampling import RowRules, Sampler
 from pagoda.common.engine.sampling import logit_edits
 from pagoda.common.engine.sampling.logit_edits import allowed_bits
-from pagoda.common.engine.sampling.rules import SamplerOptions, SamplingRules, gumbel, mix, noise_keys
+from pagoda.common.engine.sampling.processors import SamplerOptions
+from pagoda.common.engine.sampling.rules import SamplingRules, gumbel, mix, noise_keys
 from pagoda.common.engine.steps.contract import RowStart, TokenMasks
 
 

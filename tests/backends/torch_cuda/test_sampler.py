@@ -17,9 +17,16 @@ from pagoda.backends.reference.sampling import token_logprobs
 from pagoda.backends.torch_cuda.device import CPU
 from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.common.engine.sampling import logit_edits
-from pagoda.common.engine.sampling.batch_processors import BatchLogitsProcessor, BatchUpdate, process_dict_updates
-from pagoda.common.engine.sampling.rules import USUAL, SamplerOptions, SamplingRules
+from pagoda.common.engine.sampling.processors import USUAL, SamplerOptions
+from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.steps.contract import RowStart, TokenMasks
+from pagoda.common.sampling_params import params_of
+from pagoda.server.vllm.logits_processors import (
+    BatchLogitsProcessor,
+    BatchUpdate,
+    LogitsBatch,
+    process_dict_updates,
+)
 
 ROOM = 8
 LENGTH = 32
@@ -194,7 +201,8 @@ class OnlyEven(BatchLogitsProcessor):
 
 def test_processors_of_batches_edit_their_rows_and_fail_alone() -> None:
     """Of three sequences the middle one does not sample."""
-    sampler = make(SamplerOptions(batch_processors=(("even", lambda: OnlyEven(None, None, False)),)))
+    makers = {"even": lambda: OnlyEven(None, None, False)}
+    sampler = make(SamplerOptions(make_batch_processor=lambda: LogitsBatch(makers, params_of)))
     for row, extra in enumerate([None, {"add": 5.0}, {"add": 100.0}]):
         sampler.start(RowStart(row, np.array([3], np.int32), 1, SamplingRules(extra_args=extra)))
     logits = torch.arange(VOCAB, dtype=torch.float32).repeat(3, 1)

@@ -12,6 +12,7 @@ from pagoda.common.engine.core import EngineCore
 from pagoda.common.engine.data_parallel import EngineShard, ShardedScheduler, sharded_core
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.lora.adapter import Adapter
+from pagoda.common.engine.lora.store import adapter_loads
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.scheduling.scheduler import Scheduler
@@ -132,13 +133,13 @@ def test_shards_share_the_slots_of_adapters() -> None:
     managers = [KvManager(full_layout(), (40,), max_num_seqs=4, max_model_len=64, max_step_tokens=16) for _ in range(2)]
     sharded = ShardedScheduler(tuple(EngineShard(kv, Scheduler(limits, kv)) for kv in managers))
     adapters = [Adapter(number=number, name=f"a{number}", path=f"/{number}") for number in (1, 2)]
-    assert sharded.adapters is not None
-    sharded.adapters.slots.ready = set(adapters)
+    (slots,) = {part.slots for part in sharded.adapters}
+    slots.ready = set(adapters)
     for adapter in adapters:
         sharded.add(replace(request(adapter.name, [1, 2]), adapter=adapter))
     plans = sharded.schedule()
     assert plans is not None
     assert [None if plan is None else plan.num_seqs for plan in plans] == [1, 1]
-    assert [load.slot for load in sharded.adapter_loads(plans)] == [0, 1]
-    assert sharded.adapters.slots.references == [1, 1]
+    assert [load.slot for load in adapter_loads(plans)] == [0, 1]
+    assert slots.references == [1, 1]
     sharded.check_integrity()

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import tiny_spec
+from models.oracles.kept_logits import read_cases
 from support.checkpoints.adapters import llama_modules, save_adapter, write_adapter
 from support.checkpoints.tiny_folder import CONFIG
 
 from pagoda.common.errors import ModelError
-from pagoda.common.models.registry import spec_from_config
+from pagoda.common.models.registry import find, spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.lora.peft import BaseModel, read_adapter
 from pagoda.common.weights.lora.weights import AdapterWeights, adaptable, rank_bucket, slot_elements
@@ -96,6 +97,22 @@ def test_experts_are_stacked_and_those_without_are_zero(tmp_path: Path) -> None:
     router = write_adapter(tmp_path / "c", {"model.layers.1.mlp.gate": (4, 32)})
     with pytest.raises(ModelError, match=r"layers\.1\.ffn\.router\) cannot have an adapter"):
         read_adapter(router, base(**MIXTURE))
+
+
+def test_experts_beside_a_feed_forward_block_are_refused_by_name(tmp_path: Path) -> None:
+    cases = read_cases()
+    arctic, gemma = (
+        BaseModel(find(cases[name].architecture)[0].rules, params(cases[name].spec), adaptable(cases[name].spec), 16)
+        for name in ("arctic", "gemma4-experts")
+    )
+    one = write_adapter(tmp_path / "a", {"model.layers.1.block_sparse_moe.experts.0.w1": (48, 32)})
+    with pytest.raises(ModelError, match=r"layers\.1\.shortcut\.moe\.experts\.gate\) cannot have an adapter"):
+        read_adapter(one, arctic)
+    stem = "base_model.model.model.layers.0.experts"
+    tensors = {f"{stem}.lora_A.weight": random(4 * 2, 20), f"{stem}.lora_B.weight": random(32, 4 * 2)}
+    named = {"target_parameters": ["experts.down_proj"], "peft_version": "0.18.1"}
+    with pytest.raises(ModelError, match=r"layers\.0\.side\.moe\.experts\.down\) cannot have an adapter"):
+        read_adapter(save_adapter(tmp_path / "b", tensors, r=2, **named), gemma)
 
 
 @pytest.mark.parametrize("version", [None, "0.18.1", "0.19.0"])

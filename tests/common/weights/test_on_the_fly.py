@@ -16,17 +16,8 @@ from pagoda.common.weights.quantization.on_the_fly import (
     scheme_of,
     schemes_on_the_fly,
 )
-from pagoda.common.weights.quantization.tensors import (
-    E2M1,
-    TABLES,
-    Activations,
-    Codes4,
-    Float8,
-    Int4,
-    Int8,
-    Mxfp4,
-    QuantizedTensor,
-)
+from pagoda.common.weights.quantization.schemes import E2M1, TABLES, Activations, Codes4, Float8, Int4, Int8, Mxfp4
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 UP = "layers.0.ffn.up"
 

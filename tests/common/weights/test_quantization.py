@@ -27,7 +27,7 @@ from pagoda.common.weights.quantization.kv_scales import (
     without_kv_scales,
 )
 from pagoda.common.weights.quantization.read import join_scales, read_quantization, without_quantization
-from pagoda.common.weights.quantization.tensors import (
+from pagoda.common.weights.quantization.schemes import (
     TABLES,
     Activations,
     Blocks,
@@ -37,6 +37,8 @@ from pagoda.common.weights.quantization.tensors import (
     Int8,
     Mxfp4,
     Nvfp4,
+)
+from pagoda.common.weights.quantization.tensors import (
     QuantizedTensor,
     Value,
     concatenate,

@@ -10,7 +10,8 @@ from pagoda.common.errors import WeightError
 from pagoda.common.models.family import Normalise, Rename, Reshape, Rule, Shift, Split, Stack, fused_linear, linear
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.dtypes import BFLOAT16, dtype_name, to_bfloat16, to_float32
-from pagoda.common.weights.quantization.tensors import Int8, QuantizedTensor
+from pagoda.common.weights.quantization.schemes import Int8
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.common.weights.rules import apply_rules, check_names
 
 RULES: tuple[Rule, ...] = (

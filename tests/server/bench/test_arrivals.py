@@ -18,7 +18,7 @@ SETTINGS = table(TrafficConfig)
 def config(*words: str) -> TrafficConfig:
     parser = FlagParser(prog="bench")
     add_settings(parser, SETTINGS.values())
-    result: TrafficConfig = build(TrafficConfig, resolve_flags(parser.parse_args(words), SETTINGS), SETTINGS.values())
+    result = build(TrafficConfig, resolve_flags(parser.parse_args(words), SETTINGS))
     return result
 
 
@@ -51,7 +51,7 @@ def test_a_ramp(strategy: str, middle: float) -> None:
 
 
 def test_a_trace_keeps_its_times_unless_told_otherwise() -> None:
-    samples = [DatasetSample(1, at=0.0), DatasetSample(1, at=2.5)]
+    samples = [DatasetSample(1, arrival=0.0), DatasetSample(1, arrival=2.5)]
     rng = np.random.default_rng(0)
     assert schedule(config(), samples, rng, recorded=True) == [0.0, 2.5]
     assert schedule(config(), samples, rng, recorded=False) == [0.0, 0.0]

@@ -23,7 +23,7 @@ TEXT = byte_tokenizer()
 def config(*words: str) -> DatasetConfig:
     parser = FlagParser(prog="bench")
     add_settings(parser, SETTINGS.values())
-    result: DatasetConfig = build(DatasetConfig, resolve_flags(parser.parse_args(words), SETTINGS), SETTINGS.values())
+    result = build(DatasetConfig, resolve_flags(parser.parse_args(words), SETTINGS))
     return result
 
 
@@ -206,10 +206,10 @@ def test_burstgpt(tmp_path: Path) -> None:
     file.write_text("\n".join(["Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type", *rows]))
     words = ["--dataset-name", "burstgpt", "--dataset-path", str(file), "--num-prompts", "9"]
     samples = drawn(*words, "--no-oversample")
-    assert [(s.at, s.prompt_len, s.output_len) for s in samples] == [(0.0, 7, 3), (2.5, 2, 4)]
+    assert [(s.arrival, s.prompt_len, s.output_len) for s in samples] == [(0.0, 7, 3), (2.5, 2, 4)]
     repeated = drawn(*words)
     assert len(repeated) == 9
-    assert [sample.at for sample in repeated] == sorted(sample.at or 0.0 for sample in repeated)
+    assert [sample.arrival for sample in repeated] == sorted(sample.arrival or 0.0 for sample in repeated)
 
 
 @pytest.mark.setting("--timed-trace-chunk-hash-size", "--timed-trace-sec-multiplier", "--timed-trace-label-hash-ids")
@@ -224,7 +224,7 @@ def test_timed_trace(tmp_path: Path) -> None:
     words = ["--dataset-name", "timed_trace", "--dataset-path", write(tmp_path / "t.jsonl", usual)]
     words += ["--timed-trace-chunk-hash-size", "4", "--timed-trace-sec-multiplier", "0.001"]
     first, second, third = drawn(*words)
-    assert [sample.at for sample in (first, second, third)] == pytest.approx([0.0, 0.5, 0.6])
+    assert [sample.arrival for sample in (first, second, third)] == pytest.approx([0.0, 0.5, 0.6])
     assert [sample.prompt_len for sample in (first, second, third)] == [6, 9, 7]
     assert [sample.output_len for sample in (first, second, third)] == [2, 3, 3]
     assert list(second.token_ids[:6]) == list(first.token_ids)
@@ -236,7 +236,7 @@ def test_timed_trace(tmp_path: Path) -> None:
     labels = ["--timed-trace-label-timestamp", "at", "--timed-trace-label-input-length", "in"]
     labels += ["--timed-trace-label-output-length", "out", "--timed-trace-label-hash-ids", "ids"]
     one, two = drawn("--dataset-name", "timed_trace", "--dataset-path", named, *labels)
-    assert (one.prompt_len, one.output_len, two.at) == (5, 4, 1.0)
+    assert (one.prompt_len, one.output_len, two.arrival) == (5, 4, 1.0)
     assert list(one.token_ids[:4]) == list(two.token_ids)
 
 

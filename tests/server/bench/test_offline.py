@@ -31,7 +31,7 @@ from pagoda.server.core_client.process_client import ProcessClient
 from pagoda.server.core_client.replica_client import ReplicaClient
 from pagoda.server.llm import LLM
 from pagoda.server.llm_engine import LLMEngine
-from pagoda.server.settings.flags import EngineArgs, FlagParser
+from pagoda.server.settings.flags import EngineArgs
 
 TESTS = Path(__file__).resolve().parents[2]
 TEXT = byte_tokenizer()
@@ -277,8 +277,7 @@ def test_a_request_above_the_context(
 
 def test_startup_settings_reach_the_server() -> None:
     words = ["--model", "m", "--max-model-len", "2k", "--hf-overrides.a", "1", "--no-enable-prefix-caching"]
-    parser = FlagParser(prog="bench")
-    bench_startup.add_arguments(parser)
+    parser = main.parser_of("bench startup", main.BENCH["startup"])
     _, settings = bench_startup.resolve_load(parser.parse_args(words), bench_startup.COMMAND, StartupConfig)
     passed = json.loads(json.dumps(engine_keywords(settings)))
     assert passed == {"model": "m", "max_model_len": 2000, "hf_overrides": {"a": 1}, "enable_prefix_caching": False}
@@ -364,10 +363,14 @@ def test_a_server_that_does_not_start(capsys: pytest.CaptureFixture[str]) -> Non
         ("Features\t: fp asimd bf16", ["asimd", "bf16"], True),
     ],
 )
-def test_the_kind_of_processor(flags: str, instructions: list[str], bf16: bool, tmp_path: Path) -> None:
+def test_the_kind_of_processor(
+    flags: str, instructions: list[str], bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nmodel name\t: Some CPU\n{flags}\n")
-    facts = machine(str(info))
+    monkeypatch.setattr("pagoda.server.cli.diagnosis.machine._PROCESSORS", info)
+    facts = machine()
     assert (facts["cpu"], facts["instructions"], facts["bf16_instructions"]) == ("Some CPU", instructions, bf16)
     assert ("without" in processor_kind(facts)) != bf16
-    assert machine(str(tmp_path / "none"))["instructions"] == []
+    monkeypatch.setattr("pagoda.server.cli.diagnosis.machine._PROCESSORS", tmp_path / "none")
+    assert machine()["instructions"] == []

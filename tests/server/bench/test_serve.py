@@ -28,7 +28,6 @@ from pagoda.server.bench.online.metrics import Outcome
 from pagoda.server.bench.online.serve import ServeBenchmark, benchmark_of, plan_requests
 from pagoda.server.bench.report import plots
 from pagoda.server.cli import main
-from pagoda.server.settings.flags import FlagParser
 
 TEXT = byte_tokenizer()
 
@@ -49,8 +48,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def load(*words: str) -> ServeBenchmark:
-    parser = FlagParser(prog="bench")
-    bench_serve.add_arguments(parser)
+    parser = main.parser_of("bench serve", main.BENCH["serve"])
     return benchmark_of(parser.parse_args(words))
 
 
@@ -134,7 +132,7 @@ def test_settings_are_refused(words: list[str], flag: str) -> None:
 @pytest.mark.setting("--seed", "--prompt-token-ids", "--num-prompts")
 def test_plans_follow_the_seed(fake: FakeOpenAI) -> None:
     words = ["--num-prompts", "20", "--request-rate", "3"]
-    plans = [[(each.sample, each.at) for each in planned(*words, "--seed", seed)] for seed in ("1", "1", "2")]
+    plans = [[(each.sample, each.arrival) for each in planned(*words, "--seed", seed)] for seed in ("1", "1", "2")]
     assert plans[0] == plans[1] != plans[2]
     assert serve_bench(fake, "--model", "m", "--prompt-token-ids") == 0
     assert {len(body["prompt"]) for body in fake.bodies} == {4}
@@ -263,8 +261,8 @@ def test_a_trace_sets_the_times(fake: FakeOpenAI, tmp_path: Path) -> None:
     rows = [{"timestamp": at, "input_length": 3, "output_length": 2} for at in (7.0, 7.0, 7.2)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--dataset-name", "timed_trace", "--dataset-path", str(file)]
-    assert [each.at for each in planned(*words)] == pytest.approx([0.0, 0.0, 0.2])
-    assert [each.at for each in planned(*words, "--no-self-timed")] == [0.0, 0.0, 0.0]
+    assert [each.arrival for each in planned(*words)] == pytest.approx([0.0, 0.0, 0.2])
+    assert [each.arrival for each in planned(*words, "--no-self-timed")] == [0.0, 0.0, 0.0]
     begun = time.perf_counter()
     assert serve_bench(fake, "--model", "m", *words) == 0
     assert fake.arrivals[2] >= begun + 0.2

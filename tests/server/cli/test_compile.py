@@ -220,7 +220,7 @@ def test_compiling_while_serving_may_be_an_error(
     config = EngineArgs(str(model), xla_cache_path=str(first_start[0]), **SETTINGS).create_engine_config()
     backend = build_engine(config, "llm").backend
     with pytest.raises(RuntimeError, match="was not compiled before serving"):
-        backend._programs[Forward(StepShape(3, 3, 3, 1, True))]
+        backend._serving.programs[Forward(StepShape(3, 3, 3, 1, True))]
     backend.close()
 
 

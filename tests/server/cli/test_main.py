@@ -20,13 +20,10 @@ from pagoda.server.cli import main
 from pagoda.server.cli.client.http_client import ApiClient, ApiError
 from pagoda.server.cli.serving import serve
 from pagoda.server.http.server import http_server
-from pagoda.server.settings.flags import FlagParser
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    parser = FlagParser(prog="pagoda serve")
-    serve.add_arguments(parser)
-    return parser.parse_args(words)
+    return main.parser_of("serve", main.COMMANDS["serve"]).parse_args(words)
 
 
 def test_help_and_version_import_nothing_heavy() -> None:

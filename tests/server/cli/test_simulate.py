@@ -14,7 +14,7 @@ from support.engines.simulated_device import calibration_of, write_calibration
 
 from pagoda.backends.registry import choose_backend
 from pagoda.backends.simulated.calibration import read_calibration
-from pagoda.common.engine.sampling.rules import SamplerOptions
+from pagoda.common.engine.sampling.processors import SamplerOptions
 from pagoda.common.errors import ConfigError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.cli import main

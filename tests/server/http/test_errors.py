@@ -15,7 +15,7 @@ CAUSE = "the engine process was killed by SIGKILL: out of memory? Then lower --m
     [
         (EngineDeadError(CAUSE), 500, "the engine has ended; the server's log says why"),
         (EngineUnavailableError(CAUSE), 503, "the engine does not answer at present; try again later"),
-        (RequestLostError(CAUSE), 503, RequestLostError.told),
+        (RequestLostError(CAUSE), 503, RequestLostError.client_message),
         (EngineRestartingError(CAUSE), 503, "the engine is being restarted; try again shortly"),
         (ValueError(CAUSE), 500, "internal error; see the server's log"),
     ],

@@ -13,10 +13,10 @@ import torch
 from support.checkpoints import tiny_folder
 
 from pagoda import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
-from pagoda.common.engine.sampling.batch_processors import LogitsBatch
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.sampling.state import SamplingState
 from pagoda.common.errors import ConfigError, RequestError
+from pagoda.server.vllm.logits_processors import LogitsBatch
 from pagoda.v1.sample.logits_processor import (
     AdapterLogitsProcessor,
     BatchUpdate,

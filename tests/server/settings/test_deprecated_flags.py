@@ -8,13 +8,12 @@ from support.suite.rows import each_row
 from pagoda.common.config.commands import COMMAND_SETTINGS
 from pagoda.common.config.settings import ResolvedSettings
 from pagoda.common.errors import ConfigError
-from pagoda.server.cli.serving.serve import add_arguments
-from pagoda.server.settings.flags import EngineArgs, FlagParser, resolve_settings
+from pagoda.server.cli.main import COMMANDS, parser_of
+from pagoda.server.settings.flags import EngineArgs, resolve_settings
 
 
 def resolved(*flags: str) -> ResolvedSettings:
-    parser = FlagParser()
-    add_arguments(parser)
+    parser = parser_of("serve", COMMANDS["serve"])
     return resolve_settings(parser.parse_args(flags), COMMAND_SETTINGS["serve"])
 
 

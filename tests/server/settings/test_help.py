@@ -66,6 +66,18 @@ def test_plain_help_lists_the_commands_own_flags(capsys: pytest.CaptureFixture[s
     assert "--max-num-seqs" not in text
 
 
+def test_a_single_flag_of_another_group_is_not_listed_as_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown("chat", capsys)
+    assert "HTTP server" not in text
+    assert text.index("Other flags:") < text.index("--[no-]log-error-stack")
+
+
+def test_numbers_and_files_have_placeholders_that_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown("simulate", capsys)
+    assert "--num-prompts N " in text
+    assert "--output-json FILE " in text
+
+
 def test_short_help(capsys: pytest.CaptureFixture[str]) -> None:
     whole = shown("serve", capsys)
     with pytest.raises(SystemExit):
@@ -103,7 +115,7 @@ def test_help_of_a_group_by_an_alias(what: str, group: str, capsys: pytest.Captu
 @pytest.mark.parametrize("what", ["max-num-seqs", "--max-num-seqs", "max_num_seqs", "MAX-NUM-SEQS"])
 def test_help_of_a_flag(command: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(command, capsys, what)
-    assert text.startswith("--max-num-seqs SEQS\n")
+    assert text.startswith("--max-num-seqs N\n")
     for part in ("Maximum number of sequences per step", "SchedulerConfig", "an integer", "implemented"):
         assert part in text
     for part in ("max-num-seqs:", "PAGODA_MAX_NUM_SEQS", "LLM(max_num_seqs=...)"):

@@ -13,7 +13,8 @@ from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
 from pagoda.common.weights.dtypes import dtype_name, to_float32
-from pagoda.common.weights.quantization.tensors import Float8, Int8, QuantizedTensor, Scheme
+from pagoda.common.weights.quantization.schemes import Float8, Int8, Scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.server.startup.parameters import dummy_weights, with_progress
 
 NORM = Norm(1e-5, kind="layer", bias=True)
@@ -85,7 +86,7 @@ def test_no_progress_bar_without_a_terminal_or_when_disabled(
 def test_progress_bar_counts_bytes_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    assert list(with_progress(iter(TENSORS), 4096, description="Loading")) == TENSORS
+    assert list(with_progress(iter(TENSORS), 4096)) == TENSORS
     assert "Loading" in terminal.getvalue()
     assert "100%" in terminal.getvalue()
     assert "4.00k/4.00k" in terminal.getvalue()

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 from support.suite.rows import each_row
 
+from pagoda.server.async_llm import AsyncLLM
+from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.vllm.missing_methods import MISSING_METHODS
+from pagoda.server.vllm.request_types import RequestOptions
 
 _ROWS = [line.split("\t") for line in (Path("tests/data") / "vllm_python_interface.tsv").read_text().splitlines()[1:]]
 MEMBERS = [(module, name, member, params) for module, name, member, params in _ROWS]
@@ -115,3 +118,12 @@ def test_missing_methods_say_why() -> None:
     assert not hasattr(LLM(), "update_weights")
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'nothing'"):
         assert LLM().nothing
+
+
+def test_options_of_requests_are_those_of_one_declaration() -> None:
+    """vLLM's callers pass them by position, so the methods name them; the names are RequestOptions'."""
+    methods = (AsyncLLM.add_request, AsyncLLM.generate, AsyncLLM.encode, LLMEngine.add_request)
+    arguments = {"self", "request_id", "prompt", "params", "sampling_params", "pooling_params"}
+    named = [set(inspect.signature(method).parameters) - arguments for method in methods]
+    assert named[0] == named[1] == set(RequestOptions.__annotations__)
+    assert named[2] | named[3] <= named[0]

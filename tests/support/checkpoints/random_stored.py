@@ -9,7 +9,7 @@ import numpy as np
 
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN
 from pagoda.common.weights.gguf.dequantize import dequantize
-from pagoda.common.weights.quantization.tensors import (
+from pagoda.common.weights.quantization.schemes import (
     Activations,
     Blocks,
     Codes4,
@@ -18,9 +18,9 @@ from pagoda.common.weights.quantization.tensors import (
     Int8,
     Mxfp4,
     Nvfp4,
-    QuantizedTensor,
     Scheme,
 )
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Stored:
             tensor = replace(tensor, offsets=noise.standard_normal(shape).astype(np.float32) * step)
         if isinstance(scheme, Int4) and scheme.ordered:
             tensor = replace(tensor, order=np.random.default_rng(5).permutation(inputs).astype(np.int32))
-        if (activations := getattr(scheme, "activations", None)) is not None and activations.static:
+        if scheme.activations is not None and scheme.activations.static:
             tensor = replace(tensor, input_scale=np.float32(noise.uniform(0.02, 0.03)) * np.ones((), np.float32))
         return tensor
 

@@ -27,7 +27,7 @@ from pagoda.common.backend import Weight
 from pagoda.common.engine.kv_cache.spec import KvGroup, kv_layout
 from pagoda.common.models.mixers.caches import LatentCache
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization.tensors import Scheme
+from pagoda.common.weights.quantization.schemes import Scheme
 
 BLOCK = 4
 TILE = 3

@@ -81,5 +81,5 @@ def add_masked(core: EngineCore, request: EngineRequest, vocab: int, library: Sl
     """
     scheduler: Any = core._scheduler
     for each in (shard.scheduler for shard in scheduler.shards) if hasattr(scheduler, "shards") else (scheduler,):
-        each._masks._clock = library.clock
+        each.masks._clock = library.clock
     core._grammars._add(request, ScriptedMask(vocab, library))

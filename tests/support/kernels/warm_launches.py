@@ -286,7 +286,7 @@ def main(
 
     from pagoda.backends.torch_cuda.backend import create
     from pagoda.backends.torch_cuda.device import CPU, Device
-    from pagoda.backends.torch_cuda.weights.load import METHODS
+    from pagoda.backends.torch_cuda.schemes import ROUNDED_ON_DEVICE
     from pagoda.common.config.engine import Limits
     from pagoda.common.engine.kv_cache.spec import kv_layout
     from pagoda.common.models.shapes import params
@@ -303,7 +303,7 @@ def main(
     spec, limits = models()[name], Limits(**stated, device_drafts=drafting is not None)
     drafter = None if drafting is None else drafters(spec)[drafting]
     layout = kv_layout(spec, limits.block_size, drafter=() if drafter is None else drafter.caches)
-    stored = None if quantization is None or quantization in METHODS else STORED[quantization]
+    stored = None if quantization is None or quantization in ROUNDED_ON_DEVICE else STORED[quantization]
     schemes = {} if stored is None else {each.name: stored.scheme for each in params(spec).values() if is_matrix(each)}
     quantised = {"schemes": schemes} if schemes else {"quantization": quantization}
     lora = LoraOptions(limits.max_loras, 64, "bfloat16") if limits.max_loras else None

@@ -22,8 +22,7 @@ class SharedPrograms:
         """
         if not isinstance(backend, JaxBackend):
             return
-        programs = backend._programs
-        assert programs is not None, "init_cache comes first"
+        programs = backend._serving.programs
         programs._compiled = self._compiled.setdefault(_depends_on(programs.program_set), programs._compiled)
 
     def clear(self) -> None:

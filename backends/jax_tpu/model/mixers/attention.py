@@ -125,7 +125,8 @@ class JaxAttention(MixerModule):
             heads, gates = heads[:, :, :-group], heads[:, :, -group:]
         if self.spec.qkv_clip is not None:
             heads = jnp.clip(heads, -self.spec.qkv_clip, self.spec.qkv_clip)
-        q, k, v = self._rotated(heads, self._values(x, step, low_rank.get("v")), rotations[self.spec.rope])
+        rotate = None if self.spec.rope is None else rotations[self.spec.rope]
+        q, k, v = self._rotated(heads, self._values(x, step, low_rank.get("v")), rotate)
         if self.spec.query_growth is not None:
             q = q * query_growth(self.spec.query_growth, step.positions).astype(q.dtype)
         scales = None if self.kv_scale is None else self.kv_scale[...]
@@ -305,6 +306,7 @@ def attend(
 class AttentionOps(JaxMixerOps[Attention]):
     """What the backend knows of this kind, see `JaxMixerOps`."""
 
+    matrices = frozenset({"qkv", "values", "out"})
     exchanges_pieces = True
 
     def module(self, spec: Attention, width: int, build: JaxBuildContext) -> JaxAttention:

@@ -36,7 +36,6 @@ class JaxBlockIndex(nnx.Module):
         """Return the stacked cache with the keys of x [T, D]."""
         rotate = rotations[self.spec.rope]
         kernel = step.kernel
-        assert rotate is not None, "only no Rope has no rotation"
         keys = rotate(self.k_norm(project(x, self.k[...]))[:, None])[:, 0]
         layer = step.cache_layer(cache_index, cache)
         layout = kernel.latent_layout(self.spec.head_dim, 0)
@@ -59,7 +58,6 @@ class JaxBlockIndex(nnx.Module):
         rotate = rotations[self.spec.rope]
         kernel = step.kernel
         q, k, v = heads
-        assert rotate is not None, "only no Rope has no rotation"
         dim = self.attention.head_dim
         layout = kernel.kv_layout(self.kv_heads, dim, dim)
         batch = step.ragged(cache_index).cleaned()
@@ -77,7 +75,7 @@ class JaxBlockIndex(nnx.Module):
             decode_only=step.decode_only,
             **kernel.options,
         )
-        knobs = make_knobs(self.attention.scale, *(None,) * 6)
+        knobs = make_knobs(self.attention.scale)
         return attend_to_blocks(
             q, cache, selected, layout=layout, layer=layer, batch=batch, rule=self.rule, knobs=knobs, **kernel.options
         )

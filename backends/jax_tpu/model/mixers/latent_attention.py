@@ -60,7 +60,6 @@ class JaxIndexer(nnx.Module):
         """Return the stacked cache with the keys of x [T, D]."""
         kernel = step.kernel
         rotate = rotations[self.spec.rope]
-        assert rotate is not None, "only no Rope has no rotation"
         keys = rotate(self.k_norm(project(x, self.k[...]))[:, None])[:, 0]
         layer = step.cache_layer(cache_index, cache)
         layout = kernel.latent_layout(self.spec.head_dim, 0)
@@ -80,7 +79,6 @@ class JaxIndexer(nnx.Module):
     ) -> SelectedTokens:
         """Return the tokens that those of x [T, D] attend to; `low_rank` as of `JaxLatentAttention.low_rank`."""
         rotate = rotations[self.spec.rope]
-        assert rotate is not None, "only no Rope has no rotation"
         return select_tokens(
             rotate(project(low_rank, self.q[...]).reshape(len(x), self.spec.heads, -1)),
             project(x, self.weights[...]),
@@ -138,7 +136,6 @@ class JaxLatentAttention(MixerModule):
         spec = self.spec
         rotate = rotations[self.spec.rope]
         low_rank = self.low_rank(x, step)
-        assert rotate is not None, "only no Rope has no rotation"
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         heads = jax.lax.optimization_barrier(project(low_rank, self.queries, step))
         heads = adapted(heads, self.queries_lora, low_rank, step)
@@ -191,7 +188,7 @@ class JaxLatentAttention(MixerModule):
         cache = store_latents(
             latents, cache, layer, batch, layout, use_kernel=kernel.use_kernel, interpret=kernel.interpret
         )
-        knobs = make_knobs(spec.scale, *(None,) * 6)
+        knobs = make_knobs(spec.scale)
         decode_only = step.decode_only
         options = {"layout": layout, "decode_only": decode_only, **kernel.options}
         return selected_attention(q, cache, layer, batch, knobs, selection, **options), cache
@@ -218,7 +215,7 @@ class JaxLatentAttention(MixerModule):
             cache,
             layer,
             batch.cleaned(),
-            make_knobs(self.spec.scale, *(None,) * 6),
+            make_knobs(self.spec.scale),
             expansion,
             layout=_latents(self.spec, kernel),
             heads=_expanded_heads(self.spec, q.shape[1]),
@@ -239,7 +236,6 @@ class JaxLatentAttention(MixerModule):
         """X [T, D] -> [T, C]: the normalised latent, then the rotated rotary key."""
         both = adapted(project(x, self.kv_a, step), self.kv_a_lora, x, step)
         rotate = rotations[self.spec.rope]
-        assert rotate is not None, "only no Rope has no rotation"
         if self.kv_a_bias is not None:
             both = both + self.kv_a_bias[...]
         latent = both[:, : self.spec.latent_dim]
@@ -298,6 +294,8 @@ def _expanded_heads(spec: LatentAttention, heads: int) -> ExpandedHeads:
 
 class LatentAttentionOps(JaxMixerOps[LatentAttention]):
     """What the backend knows of this kind, see `JaxMixerOps`."""
+
+    matrices = frozenset({"q_a", "queries", "kv_a", "out"})
 
     def module(self, spec: LatentAttention, width: int, build: JaxBuildContext) -> JaxLatentAttention:
         return JaxLatentAttention(spec, width, build)

@@ -60,7 +60,8 @@ class JaxLightningAttention(MixerModule):
         q, k, v = jnp.split(jax.nn.silu(qkv) if spec.silu else qkv, 3, axis=-1)
         q = apply_norm(self.q_norm, q)
         k = apply_norm(self.k_norm, k)
-        if (rotation := rotations[spec.rope]) is not None:
+        if spec.rope is not None:
+            rotation = rotations[spec.rope]
             q = rotation(q)
             k = rotation(k)
         q = q.astype(jnp.float32) * spec.scale

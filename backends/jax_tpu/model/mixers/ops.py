@@ -75,6 +75,9 @@ class LargestStep:
 class JaxMixerOps(ABC, Generic[MixerT]):
     """What the backend knows of one kind of mixer. `tensor`: devices each layer is sharded over."""
 
+    matrices: ClassVar[frozenset[str]]
+    """Names of the module's matrices that may be quantised, see `JaxBuildContext.matrix`."""
+
     exchanges_pieces: ClassVar[bool] = False
     """Whether the module exchanges the tokens of a scattered step in pieces, see `decoder.exchanged_pieces`."""
 
@@ -128,6 +131,8 @@ class JaxMixerOps(ABC, Generic[MixerT]):
 
 class RecurrentOps(JaxMixerOps[MixerT]):
     """What kinds with recurrent state in their single cache have in common."""
+
+    matrices = frozenset({"inner", "out"})
 
     @abstractmethod
     def state_stacks(self, spec: MixerT, tensor: int) -> tuple[Stack, ...]:

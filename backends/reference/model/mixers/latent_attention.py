@@ -17,19 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.execution import CacheSpan, PackedPrompts, StepBatch
+from pagoda.backends.reference.execution import CacheSpan, StepBatch
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.linear import Linear
-from pagoda.backends.reference.model.mixers.attention.packed import attend
 from pagoda.backends.reference.model.mixers.interface import MixerOps
-from pagoda.backends.reference.model.mixers.rotary import Rotations
-from pagoda.backends.reference.model.ops import norm, query_growth, select, sigmoid
+from pagoda.backends.reference.model.mixers.rotary import Rotations, rotation_of
+from pagoda.backends.reference.model.ops import sigmoid
 from pagoda.backends.reference.model.params import NormParams
 from pagoda.backends.reference.weights.arrange import NamedWeights
-from pagoda.common.models.mixers import Indexer, LatentAttention
-
-_QUERIES: Final = 16
-"""Queries whose products with all keys of an indexer, head by head, are in memory at a time."""
+from pagoda.backends.torch_decoder.functions import norm, query_growth
+from pagoda.backends.torch_decoder.mixers.indexer import IndexProjection, TokenSelector
+from pagoda.backends.torch_decoder.mixers.packed_attention import attend
+from pagoda.backends.torch_decoder.packed import PackedPrompts
+from pagoda.common.models.mixers import LatentAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,7 @@ class LatentProjection:
         spec = self.spec
         queries = self.params.q(low_rank).view(len(low_rank), spec.heads, -1)
         nope, rotary = queries.split([spec.nope_dim, spec.rope.dim], -1)
-        rotate = rotations[spec.rope]
-        assert rotate is not None, "only no Rope has no rotation"
+        rotate = rotation_of(rotations, spec.rope)
         return torch.cat((nope, rotate(rotary)), -1)
 
     def grown(self, queries: Tensor, positions: Tensor) -> Tensor:
@@ -97,8 +96,7 @@ class LatentProjection:
         """X [T, D] -> [T, R]: the normalised latent, then the rotated rotary key."""
         spec = self.spec
         latent, rotary = self.params.kv_a(x).split([spec.latent_dim, spec.rope.dim], -1)
-        rotate = rotations[spec.rope]
-        assert rotate is not None, "only no Rope has no rotation"
+        rotate = rotation_of(rotations, spec.rope)
         return torch.cat((norm(latent, spec.norm, self.params.kv_a_norm), rotate(rotary[:, None])[:, 0]), -1)
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,56 +108,21 @@ class LatentProjection:
         return torch.cat((nope, rotary[:, None].expand(-1, spec.heads, -1)), -1), values
 
 
-@dataclass(frozen=True, slots=True)
-class IndexQueries:
-    """Queries of an indexer, which select the tokens to attend to."""
-
-    spec: Indexer
-    heads: Tensor  # float32 [T, N, H]
-    weights: Tensor  # float32 [T, N]
-
-    def select(self, rows: slice, keys: Tensor, seen: Tensor | None) -> Tensor:
-        """Return which of the keys [C, H] the queries of `rows` attend to, bool [T, C].
-
-        `seen`: bool [T, C]; None: every query sees all.
-        """
-        columns = keys.float().T
-        heads = self.heads[rows]
-        weights = self.weights[rows]
-        selected = []
-        for tile in (slice(start, start + _QUERIES) for start in range(0, len(heads), _QUERIES)):
-            scores = torch.einsum("tn,tnc->tc", weights[tile], (heads[tile] @ columns).relu_())
-            selected.append(select(scores, None if seen is None else seen[tile], self.spec.top_k))
-        return torch.cat(selected)
-
-
-class IndexProjection:
-    """One layer's projections to an indexer's keys and queries."""
-
-    def __init__(self, spec: Indexer, params: IndexerParams) -> None:
-        self.spec = spec
-        self.params = params
-
-    def keys(self, x: Tensor, rotations: Rotations) -> Tensor:
-        """X [T, D] -> keys [T, H]."""
-        k_norm = self.params.k_norm
-        rotate = rotations[self.spec.rope]
-        assert rotate is not None, "only no Rope has no rotation"
-        return rotate(norm(self.params.k(x), self.spec.norm, k_norm.weight, k_norm.bias)[:, None])[:, 0]
-
-    def queries(self, x: Tensor, low_rank: Tensor, rotations: Rotations) -> IndexQueries:
-        """Return the queries of x [T, D]. `low_rank`: see LatentProjection."""
-        rotate = rotations[self.spec.rope]
-        assert rotate is not None, "only no Rope has no rotation"
-        heads = rotate(self.params.q(low_rank).view(len(x), self.spec.heads, -1))
-        return IndexQueries(self.spec, heads.float(), self.params.weights(x).float())
-
-
-def index_projection(spec: LatentAttention, params: LatentAttentionParams) -> IndexProjection | None:
-    """Return the projections of the layer's indexer, None if it has none."""
-    if spec.indexer is None or params.indexer is None:
+def token_index(spec: LatentAttention, params: LatentAttentionParams) -> TokenSelector | None:
+    """Return the layer's indexer, None if it has none."""
+    own = params.indexer
+    indexer = spec.indexer
+    if indexer is None or own is None:
         return None
-    return IndexProjection(spec.indexer, params.indexer)
+    weights = own.k_norm
+    project = IndexProjection(
+        q=own.q,
+        k=own.k,
+        q_norm=None,
+        k_norm=lambda x: norm(x, indexer.norm, weights.weight, weights.bias),
+        heads=indexer.heads,
+    )
+    return TokenSelector(indexer, project, own.weights)
 
 
 class PagedLatentAttention:
@@ -171,8 +134,8 @@ class PagedLatentAttention:
         self.params = params
         self.project = LatentProjection(spec, params)
         self.number = caches[0]
-        projection = index_projection(spec, params)
-        self.indexer = None if projection is None else PagedIndexer(projection, caches[1])
+        index = token_index(spec, params)
+        self.indexer = None if index is None else PagedIndexer(index, caches[1])
 
     def __call__(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations) -> Tensor:
         """X [T, D] -> [T, D]."""
@@ -222,20 +185,21 @@ class PagedLatentAttention:
 class PagedIndexer:
     """Writes an indexer's keys to their paged cache, and selects from them."""
 
-    def __init__(self, project: IndexProjection, number: int) -> None:
+    def __init__(self, index: TokenSelector, number: int) -> None:
         """`number`: of the cache."""
-        self.project = project
+        self.index = index
         self.number = number
 
     def __call__(
         self, x: Tensor, low_rank: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations
     ) -> list[Tensor | None]:
         """Return for each sequence which tokens of its span its queries attend to, bool [T, C]; None: all they see."""
-        top_k = self.project.spec.top_k
+        top_k = self.index.spec.top_k
+        rotate = rotation_of(rotations, self.index.spec.rope)
         (cached,) = caches[self.number].arrays
         view = batch.views[caches[self.number].view]
-        cached.index_copy_(1, view.write_slots, self.project.keys(x, rotations)[None])
-        queries = self.project.queries(x, low_rank, rotations)
+        cached.index_copy_(1, view.write_slots, self.index.project.keys(x, rotate)[None])
+        queries = self.index.queries(x, low_rank, rotate)
         return [
             queries.select(slice(sequence.begin, sequence.end), span.read(cached)[0], _seen(span))
             if span.length > top_k
@@ -246,11 +210,7 @@ class PagedIndexer:
 
 def _seen(span: CacheSpan) -> Tensor | None:
     """Return which of the span's tokens each query sees, bool [T, C]; None: all."""
-    return _causal(span.length) if span.causal else span.mask
-
-
-def _causal(length: int) -> Tensor:
-    return torch.ones(length, length, dtype=torch.bool).tril()
+    return torch.ones(span.length, span.length, dtype=torch.bool).tril() if span.causal else span.mask
 
 
 class PackedLatentAttention:
@@ -259,7 +219,7 @@ class PackedLatentAttention:
     def __init__(self, spec: LatentAttention, params: LatentAttentionParams) -> None:
         self.spec = spec.expanded()
         self.project = LatentProjection(spec, params)
-        self.indexer = index_projection(spec, params)
+        self.indexer = token_index(spec, params)
 
     def __call__(self, x: Tensor, batch: PackedPrompts, rotations: Rotations, *_: object) -> Tensor:
         """X [T, D] -> [T, D]."""
@@ -267,24 +227,10 @@ class PackedLatentAttention:
         queries = self.project.grown(self.project.queries(low_rank, rotations), batch.positions)
         masks = {}
         if self.indexer is not None:
-            masks = _packed_masks(self.indexer, x, low_rank, batch, rotations)
+            rotate = rotation_of(rotations, self.indexer.spec.rope)
+            masks = self.indexer.packed_masks(x, low_rank, rotate, batch)
         keys, values = self.project.expand(self.project.latents(x, rotations))
         return self.project.out(attend(queries, keys, values, batch, self.spec, masks), x)
-
-
-def _packed_masks(
-    indexer: IndexProjection, x: Tensor, low_rank: Tensor, batch: PackedPrompts, rotations: Rotations
-) -> dict[int, Tensor]:
-    """Return by length which tokens the tokens of each prompt attend to, bool [n, 1, length, length]."""
-    keys = indexer.keys(x, rotations)
-    queries = indexer.queries(x, low_rank, rotations)
-    masks = {}
-    for group in batch.groups:
-        if group.length > indexer.spec.top_k:
-            seen = _causal(group.length)
-            prompts = [queries.select(rows, keys[rows], seen) for rows in group.prompts]
-            masks[group.length] = torch.stack(prompts)[:, None]
-    return masks
 
 
 def _load(weights: NamedWeights, prefix: str, mixer: LatentAttention) -> LatentAttentionParams:

@@ -6,28 +6,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pagoda.backends.reference.model.mixers.attention import ATTENTION
-from pagoda.backends.reference.model.mixers.gated_delta import GATED_DELTA
 from pagoda.backends.reference.model.mixers.interface import MixerOps
-from pagoda.backends.reference.model.mixers.kimi_delta import KIMI_DELTA
 from pagoda.backends.reference.model.mixers.latent_attention import LATENT_ATTENTION
-from pagoda.backends.reference.model.mixers.lightning_attention import LIGHTNING_ATTENTION
-from pagoda.backends.reference.model.mixers.mamba import MAMBA
-from pagoda.backends.reference.model.mixers.mamba2 import MAMBA2
-from pagoda.backends.reference.model.mixers.short_convolution import SHORT_CONVOLUTION
+from pagoda.backends.reference.model.mixers.recurrence import RECURRENT
 from pagoda.common.models.mixers import Mixer
 
 MIXERS: Final[Mapping[type[Mixer], MixerOps[Any, Any]]] = {
-    ops.kind: ops
-    for ops in (
-        ATTENTION,
-        GATED_DELTA,
-        KIMI_DELTA,
-        LATENT_ATTENTION,
-        LIGHTNING_ATTENTION,
-        MAMBA,
-        MAMBA2,
-        SHORT_CONVOLUTION,
-    )
+    ops.kind: ops for ops in (ATTENTION, LATENT_ATTENTION, *RECURRENT)
 }
 
 

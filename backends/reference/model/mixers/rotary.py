@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import deinterleave
+from pagoda.backends.torch_decoder.functions import deinterleave
 from pagoda.common.models.rope import Rope, cos_sin
 
 
@@ -51,6 +51,13 @@ class Rotation:
 
 Rotations = dict[Rope | None, Rotation | None]
 """The rotation of each Rope of the model in one step; None maps to None."""
+
+
+def rotation_of(rotations: Rotations, rope: Rope) -> Rotation:
+    """Return the rotation of a Rope that the model has."""
+    rotation = rotations[rope]
+    assert rotation is not None, "only no Rope has no rotation"
+    return rotation
 
 
 class RotaryTables:

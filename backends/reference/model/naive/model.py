@@ -18,6 +18,8 @@ from torch import Tensor
 from pagoda.backends.reference.model import ops
 from pagoda.backends.reference.model.naive import recurrent as naive_recurrent
 from pagoda.backends.reference.model.naive.recurrent import NaiveParts
+from pagoda.backends.torch_decoder import functions
+from pagoda.backends.torch_decoder.feed_forward import xielu
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
 from pagoda.common.models.mixers import Attention, BlockIndexer, Indexer, LatentAttention, Mixer
@@ -216,7 +218,7 @@ class NaiveModel:
         queries = self._heads(f"{name}.q", mixer, x)
         owner = name
         if mixer.query_growth is not None:
-            queries = queries * ops.query_growth(mixer.query_growth, torch.arange(len(x))).to(self.dtype)
+            queries = queries * functions.query_growth(mixer.query_growth, torch.arange(len(x))).to(self.dtype)
         if mixer.shares_cache_of is None:
             projection = f"{name}.k" if mixer.values_are_keys else f"{name}.v"
             values = self._clipped(projection, mixer, x).view(len(x), mixer.kv_heads, -1)
@@ -289,7 +291,7 @@ class NaiveModel:
         q = torch.cat((q_nope, q_rope), -1)
         k = torch.cat((k_nope, k_rope.expand_as(q_rope)), -1)
         if mixer.query_growth is not None:
-            q = q * ops.query_growth(mixer.query_growth, torch.arange(len(x))).to(self.dtype)
+            q = q * functions.query_growth(mixer.query_growth, torch.arange(len(x))).to(self.dtype)
         heads = self._attend(mixer.expanded(), q, k, v, seen)
         if mixer.gate_per_head:
             heads = heads * self._linear(f"{name}.gate", x).sigmoid().repeat_interleave(mixer.value_dim, 1)
@@ -302,13 +304,13 @@ class NaiveModel:
         k = self._rotate(indexer.rope, k[:, None])[:, 0]
         weights = self._linear(f"{name}.weights", x)
         products = torch.einsum("tnh,sh->tns", q.float(), k.float()).relu()
-        return ops.select(torch.einsum("tn,tns->ts", weights.float(), products), seen, indexer.top_k)
+        return functions.select(torch.einsum("tn,tns->ts", weights.float(), products), seen, indexer.top_k)
 
     def _rotate(self, rope: Rope, x: Tensor) -> Tensor:
         """Rotate x [T, n, H] at positions 0 to T-1."""
         tables = cos_sin(rope, self.max_len, np.arange(len(x)))
         cos, sin = (torch.from_numpy(table).to(self.dtype) for table in tables)
-        return ops.apply_rope(ops.deinterleave(x, rope.dim) if rope.interleaved else x, cos, sin, rope.dim)
+        return functions.apply_rope(functions.deinterleave(x, rope.dim) if rope.interleaved else x, cos, sin, rope.dim)
 
     def _attend(
         self, spec: Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None
@@ -316,9 +318,9 @@ class NaiveModel:
         """Return softmax attention [T, N*V] of q, k [T, N, H] and v [T, N, V]; `seen`: see `visible`; sinks [N, 1]."""
         scores = torch.einsum("tnh,snh->nts", q, k) * spec.scale
         if spec.softcap is not None:
-            scores = ops.softcap(scores, spec.softcap)
+            scores = functions.softcap(scores, spec.softcap)
         if spec.alibi_slopes is not None:
-            scores = scores + ops.alibi(
+            scores = scores + functions.alibi(
                 spec.alibi_slopes,
                 queries=len(q),
                 keys=len(k),
@@ -327,7 +329,7 @@ class NaiveModel:
                 root=spec.alibi_root,
             )
         scores = scores.masked_fill(~seen, -torch.inf)
-        weights = ops.softmax(scores, sinks).to(self.dtype)
+        weights = functions.softmax(scores, sinks).to(self.dtype)
         return torch.einsum("nts,snh->tnh", weights, v).flatten(1)
 
     def _ffn(self, name: str, ffn: Ffn, x: Tensor) -> Tensor:
@@ -368,7 +370,7 @@ class NaiveModel:
         if mlp.learned is not None:
             p = self._weights[f"{name}.curvature_p"]
             n = self._weights[f"{name}.curvature_n"]
-            return self._linear(f"{name}.down", ops.xielu(up, mlp.learned, p, n))
+            return self._linear(f"{name}.down", xielu(up, mlp.learned, p, n))
         if mlp.gated:
             gate = self._linear(f"{name}.gate", x, expert)
             if mlp.sparsity:
@@ -383,7 +385,7 @@ class NaiveModel:
             x = self._linear("embed_out", x)
         logits = F.linear(x, self._weights["embed" if self.spec.tied else "head"], self._weights.get("head_bias"))
         logits = logits * self.spec.logit_scale
-        return logits if self.spec.logit_softcap is None else ops.softcap(logits, self.spec.logit_softcap)
+        return logits if self.spec.logit_softcap is None else functions.softcap(logits, self.spec.logit_softcap)
 
     def _linear(self, name: str, x: Tensor, expert: int | None = None) -> Tensor:
         return self._parts.linear(name, x, expert)

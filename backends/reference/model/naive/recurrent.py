@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model import ops
+from pagoda.backends.torch_decoder import functions
 from pagoda.common.models.mixers import (
     GatedDelta,
     KimiDelta,
@@ -46,7 +46,7 @@ class NaiveParts:
         if norm is None:
             return x
         weight = self.weights[name] if norm.scale else None
-        return ops.norm(x, norm, weight, self.weights.get(f"{name}_bias"))
+        return functions.norm(x, norm, weight, self.weights.get(f"{name}_bias"))
 
     def wide(self, name: str) -> Tensor:
         """Return a parameter in float32."""
@@ -86,8 +86,8 @@ def gated_delta(parts: NaiveParts, name: str, mixer: GatedDelta, x: Tensor) -> T
     """X [T, D] -> [T, D]."""
     dims = mixer.key_dim, mixer.key_dim, mixer.value_dim
     q, k, v = (_projected(parts, name, part, x).unflatten(-1, (-1, dim)) for part, dim in zip("qkv", dims))
-    q = ops.l2_norm(q) * mixer.key_dim**-0.5
-    k = ops.l2_norm(k)
+    q = functions.l2_norm(q) * mixer.key_dim**-0.5
+    k = functions.l2_norm(k)
     q, k = (part.repeat_interleave(mixer.value_heads // mixer.key_heads, dim=1) for part in (q, k))
     beta = mixer.beta_scale * parts.linear(f"{name}.beta", x).float().sigmoid()
     softplus = F.softplus((parts.linear(f"{name}.decay", x) + parts.weights[f"{name}.decay_offset"]).float())
@@ -101,8 +101,8 @@ def gated_delta(parts: NaiveParts, name: str, mixer: GatedDelta, x: Tensor) -> T
 def kimi_delta(parts: NaiveParts, name: str, mixer: KimiDelta, x: Tensor) -> Tensor:
     """X [T, D] -> [T, D]."""
     q, k, v = (_projected(parts, name, part, x).unflatten(-1, (mixer.heads, -1)) for part in "qkv")
-    q = ops.l2_norm(q) * mixer.head_dim**-0.5
-    k = ops.l2_norm(k)
+    q = functions.l2_norm(q) * mixer.head_dim**-0.5
+    k = functions.l2_norm(k)
     beta = parts.linear(f"{name}.beta", x).float().sigmoid()
     decay, gate = (
         parts.linear(f"{name}.{part}", x)
@@ -156,7 +156,7 @@ def lightning_attention(parts: NaiveParts, name: str, mixer: LightningAttention,
         heads.append(torch.einsum("nk,nkv->nv", q[t], state))
     grouped = torch.stack(heads).flatten(1).to(x.dtype).unflatten(1, (mixer.groups, -1))
     weight = parts.weights[f"{name}.norm"].view(mixer.groups, -1)
-    normed = ops.norm(grouped, mixer.norm, weight).flatten(1)
+    normed = functions.norm(grouped, mixer.norm, weight).flatten(1)
     return parts.linear(f"{name}.o", normed * parts.linear(f"{name}.gate", x).sigmoid())
 
 
@@ -211,4 +211,4 @@ def short_convolution(parts: NaiveParts, name: str, x: Tensor) -> Tensor:
 
 def _group_norm(parts: NaiveParts, name: str, norm: Norm, groups: int, x: Tensor) -> Tensor:
     """Return x [T, channels], each group of channels normalised by itself."""
-    return ops.norm(x.unflatten(-1, (groups, -1)), norm, parts.wide(name).view(groups, -1)).flatten(-2)
+    return functions.norm(x.unflatten(-1, (groups, -1)), norm, parts.wide(name).view(groups, -1)).flatten(-2)

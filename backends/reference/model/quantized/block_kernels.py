@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pagoda.common.weights.gguf.dequantize import UNSIGNED_E4M3, BlockType
 from pagoda.common.weights.gguf.groups import IQ4_VALUES, group_format, write_values
-from pagoda.common.weights.quantization.tensors import E2M1
+from pagoda.common.weights.quantization.schemes import E2M1
 
 
 def dequantize_blocks(blocks: Tensor, kind: BlockType, out: Tensor) -> None:

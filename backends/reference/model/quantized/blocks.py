@@ -22,7 +22,8 @@ from torch import Tensor
 from pagoda.backends.reference.model.numerics import thread_count
 from pagoda.backends.reference.model.quantized.block_kernels import dequantize_blocks, has_kernel
 from pagoda.common.weights.gguf.dequantize import BlockType
-from pagoda.common.weights.quantization.tensors import Blocks, QuantizedTensor
+from pagoda.common.weights.quantization.schemes import ScaledScheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 _CHUNK: Final = 1 << 17
 """Elements that a thread dequantises at a time: 512 KiB of float32, which fits the L2 cache of a core."""
@@ -30,7 +31,8 @@ _CHUNK: Final = 1 << 17
 
 def keeps(weight: QuantizedTensor) -> bool:
     """Return whether a matrix can stay in blocks."""
-    return isinstance(weight.scheme, Blocks) and has_kernel(weight.scheme.kind) and weight.order is None
+    in_blocks = not isinstance(weight.scheme, ScaledScheme) and has_kernel(weight.scheme.kind)
+    return in_blocks and weight.order is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class BlockMatrix:
     @classmethod
     def of(cls, weight: QuantizedTensor) -> BlockMatrix:
         """Return a matrix over the same memory, or a copy if its rows lie apart. `keeps` of the weight."""
-        assert isinstance(weight.scheme, Blocks)
+        assert not isinstance(weight.scheme, ScaledScheme)
         scales = None if weight.row_scales is None else torch.from_numpy(weight.row_scales)
         return cls(weight.scheme.kind, torch.from_numpy(np.ascontiguousarray(weight.data)), scales)
 

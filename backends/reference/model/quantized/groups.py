@@ -7,24 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, cast
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.weights.gguf.groups import as_groups, group_format
-from pagoda.common.weights.quantization.tensors import Blocks, Floats, QuantizedTensor, Scheme
+from pagoda.backends.reference.schemes import KernelNumbers, ops_of
+from pagoda.common.weights.gguf.groups import as_groups, scheme_in_groups
+from pagoda.common.weights.quantization.schemes import Scheme
+from pagoda.common.weights.quantization.tensors import Floats, QuantizedTensor
 
-_ZEROS: Final = {4: 8, 8: 128}
-_E2M1_ZERO: Final = 12
 _LARGEST: Final = 14
 """Exponent that the scales of an output reach at most: far from float16's largest numbers and from its smallest."""
 
 _FINEST: Final = 2.0**-11
 """Relative error of a scale in float16, where it is a normal number."""
-
-_MOST_GROWTH: Final = 1.15
-"""Bytes per byte of ggml's blocks."""
 
 Halves = npt.NDArray[np.float16]
 
@@ -61,54 +58,40 @@ class ScaledMatrix:
 
 def is_grouped(scheme: Scheme, inputs: int) -> bool:
     """Return whether `grouped` converts matrices of a scheme: 4 to 8 bits, groups that are multiples of 16."""
-    if isinstance(scheme, Blocks):
-        form = group_format(scheme.kind)
-        if form is None:
-            return False
-        group = form.scheme.group[1]
-        assert isinstance(group, int)
-        bits = form.bits + 16 * (1 if form.offsets is None else 2) / group
-        fits = bits * scheme.kind.elements / 8 <= _MOST_GROWTH * scheme.kind.bytes
-        return fits and is_grouped(form.scheme, inputs)
-    if scheme.numbers not in ("int4", "int8", "e2m1"):
+    in_groups = scheme_in_groups(scheme)
+    if in_groups is None or ops_of(scheme).numbers(scheme) is None:
         return False
-    if isinstance(scheme.group, str):
+    if isinstance(in_groups.group, str):
         return True
-    group = scheme.group[1]
+    group = in_groups.group[1]
     return group >= inputs or (group % 16 == 0 and inputs % group == 0)
 
 
 def grouped(tensor: QuantizedTensor) -> ScaledMatrix | None:
     """Return a matrix of a scheme that `is_grouped`; None for scales that float16 does not hold to 12 bits."""
-    if isinstance(tensor.scheme, Blocks):
-        converted = as_groups(tensor)
-        form = group_format(tensor.scheme.kind)
-        if converted is None or form is None:
-            return None
-        return _grouped(converted, form.bits, form.zero if form.bits in (5, 6) else None)
-    return _grouped(tensor, 8 if tensor.scheme.numbers == "int8" else 4)
+    kind = ops_of(tensor.scheme).numbers(tensor.scheme)
+    converted = as_groups(tensor)
+    return None if kind is None or converted is None else _grouped(converted, kind)
 
 
-def _grouped(tensor: QuantizedTensor, bits: int, zero: int | None = None) -> ScaledMatrix | None:
-    """Return a matrix of numbers of 4 or 8 bits, those of 8 narrowed to `bits` bits around `zero`."""
+def _grouped(tensor: QuantizedTensor, kind: KernelNumbers) -> ScaledMatrix | None:
+    """Return a matrix of numbers of 4 or 8 bits, those of 8 narrowed to fewer if `kind` has fewer."""
     outputs, inputs = tensor.shape
     scales = _per_row(tensor.scales, tensor.group_shape[0], outputs)
     offsets = None if tensor.offsets is None else _per_row(tensor.offsets, tensor.group_shape[0], outputs)
     row_scales = np.ones(outputs, np.float32) if tensor.row_scales is None else tensor.row_scales
-    e2m1 = not isinstance(tensor.scheme, Blocks) and tensor.scheme.numbers == "e2m1"
-    zero = _ZEROS.get(bits, 0) if zero is None else zero
     form = NumberForm(
-        bits=cast(Literal[4, 5, 6, 8], bits),
-        zero=_E2M1_ZERO if e2m1 else zero,
+        bits=kind.bits,
+        zero=kind.zero,
         group=min(tensor.group_shape[1], inputs),
         grouped=scales.shape[1] > 1 or offsets is not None,
         offsets=offsets is not None,
-        e2m1=e2m1,
-        rounds_activations=getattr(tensor.scheme, "activations", None) is not None and scales.shape[1] == 1,
+        e2m1=kind.e2m1,
+        rounds_activations=tensor.scheme.activations is not None and scales.shape[1] == 1,
     )
     numbers = tensor.data.view(np.uint8)
-    numbers = numbers if form.bits == 4 else numbers + np.uint8(zero)  # modulo 256
-    factors: Floats = row_scales * np.float32(0.5 if e2m1 else 1)
+    numbers = numbers if form.bits == 4 else numbers + np.uint8(kind.zero)  # modulo 256
+    factors: Floats = row_scales * np.float32(0.5 if kind.e2m1 else 1)
     none = np.empty((outputs, 0), np.float16)
     if not form.grouped:
         return ScaledMatrix(form, numbers, none, none, factors * scales[:, 0], tensor.order)

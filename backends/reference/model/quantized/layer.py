@@ -12,7 +12,9 @@ from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.quantized.compiled import CompiledLinear, SideBySide, lanes
 from pagoda.backends.reference.model.quantized.groups import ScaledMatrix, grouped, is_grouped, stacked
 from pagoda.backends.reference.model.quantized.int8 import OnednnLinear
-from pagoda.common.weights.quantization.tensors import Int8, QuantizedTensor, Scheme
+from pagoda.backends.reference.schemes import ops_of
+from pagoda.common.weights.quantization.schemes import Scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -24,9 +26,7 @@ def computes(scheme: Scheme, inputs: int, numerics: Numerics) -> bool:
     """
     if numerics.weights == torch.float32 or not is_grouped(scheme, inputs):
         return False
-    return bool(lanes()) or (
-        isinstance(scheme, Int8) and isinstance(scheme.group, str) and torch.backends.mkldnn.is_available()
-    )
+    return bool(lanes()) or (ops_of(scheme).any_processor(scheme) and torch.backends.mkldnn.is_available())
 
 
 def quantized_linear(

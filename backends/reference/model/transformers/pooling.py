@@ -14,9 +14,9 @@ from pagoda.backends.fallback.attention import PAGED, install
 from pagoda.backends.fallback.describe import first_position
 from pagoda.backends.fallback.model import PagedCalls, WidenedHead, load_pretrained
 from pagoda.backends.fallback.rope import fix_frequencies
-from pagoda.backends.reference.execution import PackedPrompts, SameLength
-from pagoda.backends.reference.model.mixers.attention.packed import attend
 from pagoda.backends.reference.model.pooler import ReferencePooler
+from pagoda.backends.torch_decoder.mixers.packed_attention import attend
+from pagoda.backends.torch_decoder.packed import PackedPrompts, SameLength
 from pagoda.common.engine.pooling.values import PoolingRules
 from pagoda.common.errors import ModelError
 from pagoda.common.models.registry import architecture_of

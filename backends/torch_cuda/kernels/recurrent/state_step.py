@@ -9,6 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from pagoda.backends.torch_decoder.mixers.recurrence import Inputs, Mix
+
 CHUNK: Final = 64
 """Tokens of a prefill that are computed at once; the state passes from chunk to chunk."""
 
@@ -62,3 +64,11 @@ class StateStep:
             is_new = int(self.kv_lens[s]) == end - begin
             before = torch.zeros_like(self.states[0]) if is_new else self.states[block]
             yield slice(begin, end), block, before
+
+    def update(self, inputs: Inputs, mix: Mix, out: Tensor) -> Tensor:
+        """Write to out [T, channels] what a plain rule makes of inputs [T, ...]; replace the states. On CPU tensors."""
+        for rows, block, before in self.sequences():
+            mixed, after = mix(tuple(part[None, rows] for part in inputs), before[None])
+            out[rows] = mixed[0]
+            self.states[block] = after[0]
+        return out

@@ -49,6 +49,12 @@ class CudaMixerOps(Generic[SpecT]):
     fused: Mapping[str, str]
     """Last part of a canonical parameter's name -> that of its fused tensor; biases follow their matrices."""
 
+    matrices: frozenset[str]
+    """Last parts of the names of its tensors that may be packed."""
+
+    small_matrices: frozenset[str] = frozenset()
+    """The same of those that stay packed where a checkpoint holds them so."""
+
     key_heads: Callable[[SpecT], int] = lambda spec: 1
     """Heads that an axis "K" of the parameters consists of."""
 

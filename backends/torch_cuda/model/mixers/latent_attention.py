@@ -7,16 +7,13 @@ values' projection. Prefills expand the cached latents to keys and values instea
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts
-from pagoda.backends.reference.model.mixers.attention.packed import attend
-from pagoda.backends.reference.model.mixers.latent_attention import IndexQueries
-from pagoda.backends.reference.model.ops import query_growth
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.attention.latent_attention import (
     even_latent_pieces,
@@ -29,7 +26,11 @@ from pagoda.backends.torch_cuda.kernels.attention.token_selection import select_
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaCache
 from pagoda.backends.torch_cuda.model.mixers.interface import PROJECTIONS, CudaMixerOps, RotaryTables
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
-from pagoda.common.models.mixers import Indexer, LatentAttention, Mixer
+from pagoda.backends.torch_decoder.functions import query_growth
+from pagoda.backends.torch_decoder.mixers.indexer import IndexProjection, TokenSelector
+from pagoda.backends.torch_decoder.mixers.packed_attention import attend
+from pagoda.backends.torch_decoder.packed import PackedPrompts
+from pagoda.common.models.mixers import LatentAttention, Mixer
 
 
 class LatentProjections:
@@ -84,26 +85,6 @@ class LatentProjections:
         return key_up, value_up
 
 
-class IndexProjections:
-    """One layer's projections of an indexer, whole on every rank."""
-
-    def __init__(self, spec: Indexer, cos_sin: Tensor | None, build: CudaBuildContext, prefix: str) -> None:
-        self.spec = spec
-        self.cos_sin = cos_sin
-        self.q = build.linear(f"{prefix}.q")
-        self.k = build.linear(f"{prefix}.k")
-        self.weights = build.linear(f"{prefix}.weights")
-        self.k_norm = build.norm(spec.norm, f"{prefix}.k_norm")
-
-    def keys(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return the keys [T, H] of x [T, D]."""
-        return rotated(self.k_norm(self.k(x), None)[0][:, None], positions, self.cos_sin)[:, 0]
-
-    def queries(self, low_rank: Tensor, positions: Tensor) -> Tensor:
-        """Return the queries [T, N, H] of low-rank queries [T, n]."""
-        return rotated(self.q(low_rank).view(len(low_rank), self.spec.heads, -1), positions, self.cos_sin)
-
-
 class CudaLatentAttention:
     """One layer's latent attention over a rank's share of the heads."""
 
@@ -121,7 +102,8 @@ class CudaLatentAttention:
         self.numbers = numbers
         self.decode = build.attention.latent_decode
         self.project = LatentProjections(spec, tables[spec.rope], build, prefix)
-        self.indexer = index_projections(spec, tables, build, prefix)
+        self.indexer = token_index(spec, build, prefix)
+        self.index_cos_sin = None if spec.indexer is None else tables[spec.indexer.rope]
         self.out = build.summed(f"{prefix}.out")
         self.tile = query_tile(spec.nope_dim, spec.value_dim, build.params["embed"].dtype, build.device.chip)
 
@@ -136,11 +118,11 @@ class CudaLatentAttention:
         keys = caches[self.numbers[1]]
         assert isinstance(keys, CudaArrayCache), "an indexer keeps keys"
         rows, lens = contexts(batch)
-        positions = batch.positions
+        rotate = partial(rotated, positions=batch.positions, cos_sin=self.index_cos_sin)
         slots = batch.groups[keys.group].slots
-        keys.array.view(-1, keys.array.shape[2]).index_copy_(0, slots.long(), self.indexer.keys(x, positions))
+        keys.array.view(-1, keys.array.shape[2]).index_copy_(0, slots.long(), self.indexer.project.keys(x, rotate))
         selected, counts = select_tokens(
-            self.indexer.queries(low_rank, positions).contiguous(),
+            self.indexer.project.queries(low_rank, rotate).contiguous(),
             self.indexer.weights(x),
             keys.array,
             batch.groups[keys.group].tables,
@@ -208,13 +190,19 @@ class CudaLatentAttention:
         return torch.bmm(attended.transpose(0, 1), value_up.mT).transpose(0, 1)
 
 
-def index_projections(
-    spec: LatentAttention, tables: RotaryTables, build: CudaBuildContext, prefix: str
-) -> IndexProjections | None:
-    """Return the projections of the layer's indexer, if it has one."""
+def token_index(spec: LatentAttention, build: CudaBuildContext, prefix: str) -> TokenSelector | None:
+    """Return the layer's indexer, whole on every rank; None if it has none."""
     if spec.indexer is None:
         return None
-    return IndexProjections(spec.indexer, tables[spec.indexer.rope], build, f"{prefix}.indexer")
+    own = f"{prefix}.indexer"
+    project = IndexProjection(
+        q=build.linear(f"{own}.q"),
+        k=build.linear(f"{own}.k"),
+        q_norm=None,
+        k_norm=build.rows_norm(spec.indexer.norm, f"{own}.k_norm"),
+        heads=spec.indexer.heads,
+    )
+    return TokenSelector(spec.indexer, project, build.linear(f"{own}.weights"))
 
 
 def contexts(batch: CudaStepBatch) -> tuple[Tensor, Tensor]:
@@ -234,7 +222,8 @@ class CudaPackedLatentAttention:
         self.spec = spec
         self.attention = spec.expanded()
         self.project = LatentProjections(spec, tables[spec.rope], build, prefix)
-        self.indexer = index_projections(spec, tables, build, prefix)
+        self.indexer = token_index(spec, build, prefix)
+        self.index_cos_sin = None if spec.indexer is None else tables[spec.indexer.rope]
         self.out = build.linear(f"{prefix}.out")
 
     def __call__(self, x: Tensor, batch: PackedPrompts, *_: object) -> Tensor:
@@ -248,25 +237,12 @@ class CudaPackedLatentAttention:
         expanded = F.linear(latent, self.project.kv_b).view(len(x), spec.heads, -1)
         nope, values = expanded.split([spec.nope_dim, spec.value_dim], 2)
         keys = torch.cat((nope, rotary[:, None].expand(-1, spec.heads, -1)), 2)
-        masks = {} if self.indexer is None else _packed_masks(self.indexer, x, low_rank, batch)
+        masks = {}
+        if self.indexer is not None:
+            rotate = partial(rotated, positions=batch.positions, cos_sin=self.index_cos_sin)
+            masks = self.indexer.packed_masks(x, low_rank, rotate, batch)
         heads = attend(q, keys, values, batch, self.attention, masks).unflatten(1, (spec.heads, -1))
         return self.out(self.project.gated(heads, x))
-
-
-def _packed_masks(indexer: IndexProjections, x: Tensor, low_rank: Tensor, batch: PackedPrompts) -> dict[int, Tensor]:
-    """Return by length which tokens the tokens of each prompt attend to, bool [n, 1, length, length]."""
-    positions = batch.positions.int()
-    keys = indexer.keys(x, positions)
-    heads = indexer.queries(low_rank, positions).float()
-    queries = IndexQueries(indexer.spec, heads, indexer.weights(x).float())
-    masks = {}
-    for group in batch.groups:
-        if group.length > indexer.spec.top_k:
-            seen = torch.ones(group.length, group.length, dtype=torch.bool, device=x.device).tril()
-            masks[group.length] = torch.stack([queries.select(rows, keys[rows], seen) for rows in group.prompts])[
-                :, None
-            ]
-    return masks
 
 
 def latent_attentions(mixers: Iterable[Mixer]) -> tuple[LatentAttention, ...]:
@@ -279,4 +255,6 @@ LATENT_ATTENTION: Final = CudaMixerOps(
     CudaLatentAttention,
     lambda spec, tables, build, prefix, shared: CudaPackedLatentAttention(spec, tables, build, prefix),
     fused={**PROJECTIONS, "q_a": "latents", "kv_a": "latents"},
+    matrices=frozenset({"qkv", "latents", "q_b", "gate", "out"}),
+    small_matrices=frozenset({"indexer.q", "indexer.k"}),
 )

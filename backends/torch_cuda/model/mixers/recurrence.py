@@ -1,39 +1,43 @@
-"""What mixers with recurrent state share: where the states of a step lie."""
+"""What mixers with recurrent state share on a rank: the states of a step, and the functions of `StateMixerOps`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Literal, Protocol, TypeVar
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
+from pagoda.backends.torch_cuda.kernels.attention.rope_cache import NormWeights, rope_queries
+from pagoda.backends.torch_cuda.kernels.pointwise import activation
+from pagoda.backends.torch_cuda.kernels.recurrent.causal_convolution import ConvolutionWeights
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_norm import GatedNorm, activated, gated_norm
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaCache
 from pagoda.backends.torch_cuda.model.mixers.interface import CudaMixerOps, RotaryTables
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
-from pagoda.backends.torch_decoder.ops import MixerStep
+from pagoda.backends.torch_decoder.mixers.recurrence import (
+    Gate,
+    GateSpec,
+    RecurrentMixer,
+    StateMixerOps,
+    StateRule,
+)
+from pagoda.backends.torch_decoder.ops import Linear, MixerStep
+from pagoda.backends.torch_decoder.packed import PackedPrompts
 from pagoda.common.models.mixers import Recurrent
 from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope
 
 SpecT = TypeVar("SpecT", bound=Recurrent)
-
-
-class Recurrence(Protocol):
-    """One layer's projections and recurrence on a rank, whatever holds the states."""
-
-    def __call__(self, x: Tensor, step: StateStep) -> Tensor:
-        """Return [T, D] of x [T, D]; replace the states."""
-        ...
 
 
 class CudaPagedRecurrence:
     """One layer over the sequences' states."""
 
-    def __init__(self, layer: Recurrence, number: int) -> None:
+    def __init__(self, layer: RecurrentMixer, number: int) -> None:
         """`number`: of its cache."""
         self.layer = layer
         self.number = number
@@ -43,15 +47,22 @@ class CudaPagedRecurrence:
         cache = caches[self.number]
         assert isinstance(cache, CudaArrayCache), "a recurrence keeps states"
         tables = batch.groups[cache.group].tables
-        lengths = batch.query_start, batch.kv_lens
-        step = StateStep(cache.array, tables, *lengths, batch.chunks, batch.num_decodes, batch.positions)
+        step = StateStep(
+            cache.array,
+            tables,
+            batch.query_start,
+            batch.kv_lens,
+            batch.chunks,
+            num_decodes=batch.num_decodes,
+            positions=batch.positions,
+        )
         return self.layer(x, step)
 
 
 class CudaPackedRecurrence:
     """One layer within each prompt of a step, over states that are dropped after it."""
 
-    def __init__(self, layer: Recurrence, elements: int) -> None:
+    def __init__(self, layer: RecurrentMixer, elements: int) -> None:
         """`elements`: of the state of a sequence."""
         self.layer = layer
         self.elements = elements
@@ -86,55 +97,146 @@ class CudaPackedRecurrence:
         return self.layer(x, step)
 
 
+class RankLayer(Generic[SpecT]):
+    """Implements StateMixerOps over a rank's parameters of one mixer."""
+
+    def __init__(
+        self, spec: SpecT, ops: CudaMixerOps[SpecT], tables: RotaryTables, build: CudaBuildContext, prefix: str
+    ) -> None:
+        self.spec = spec
+        self.build = build
+        self.prefix = prefix
+        self._ops = ops
+        self._tables = tables
+
+    def project(self, *groups: tuple[str, ...]) -> Callable[[Tensor], Sequence[Tensor]]:
+        columns = self._columns()
+        parts = []
+        for group in groups:
+            tensor, first = columns[group[0]]
+            parts.append((tensor, first.start, columns[group[-1]][1].stop))
+        ends = {tensor: columns_of.stop for tensor, columns_of in columns.values()}
+        maps = {tensor: self.build.linear(f"{self.prefix}.{tensor}") for tensor, _, _ in parts}
+
+        def project(x: Tensor) -> list[Tensor]:
+            projected = {tensor: linear(x) for tensor, linear in maps.items()}
+            return [
+                projected[tensor] if (start, stop) == (0, ends[tensor]) else projected[tensor][:, start:stop]
+                for tensor, start, stop in parts
+            ]
+
+        return project
+
+    def _columns(self) -> dict[str, tuple[str, slice]]:
+        """Return for each parameter the tensor that it is stored in, and which of its rows."""
+        columns: dict[str, tuple[str, slice]] = {}
+        ends: Counter[str] = Counter()
+        kv_heads = self._ops.key_heads(self.spec)
+        for param in self.spec.parameters(self.build.width):
+            tensor = self._ops.fused.get(param.name, param.name)
+            cut = self.build.shard.cut(param.axes[0], param.shape[0], kv_heads)
+            first = ends[tensor]
+            ends[tensor] += cut.stop - cut.start
+            columns[param.name] = tensor, slice(first, ends[tensor])
+        return columns
+
+    def linear(self, name: str) -> Linear:
+        return self.build.linear(f"{self.prefix}.{name}")
+
+    def out(self) -> Linear:
+        return self.build.summed(f"{self.prefix}.out")
+
+    def silu(self, x: Tensor) -> Tensor:
+        return activation.plain(x, "silu", use_kernel=self.build.device.use_kernels)
+
+    def gate(self, spec: GateSpec) -> Gate:
+        return RankNorm(spec, self.build, f"{self.prefix}.norm")
+
+    def rotation(self, norm: Norm | None, name: str, rope: Rope | None, head_dim: int) -> Callable[..., Tensor]:
+        cos_sin = self._tables[rope]
+        weights = None if norm is None else NormWeights(self.tensor(name), norm.eps, norm.unit_offset)
+        use_kernel = self.build.device.use_kernels
+
+        def rotated(x: Tensor, step: StateStep) -> Tensor:
+            assert step.positions is not None, "the step has positions"
+            heads = x.shape[1] // head_dim
+            return rope_queries(
+                x, step.positions, heads=heads, cos_sin=cos_sin, q_norm=weights, use_kernel=use_kernel
+            ).flatten(1)
+
+        return rotated
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a small parameter."""
+        return self.build.params[f"{self.prefix}.{name}"]
+
+    def convolution(self) -> ConvolutionWeights:
+        """Return the weights of the convolution."""
+        return ConvolutionWeights(self.tensor("conv"), self.build.params.get(f"{self.prefix}.conv_bias"))
+
+    def share(self, total: int) -> int:
+        """Return how many of the heads or groups the rank has."""
+        return self.build.shard.share(total)
+
+
 def recurrent_ops(
     kind: type[SpecT],
-    layer: Callable[[SpecT, RotaryTables, CudaBuildContext, str], Recurrence],
+    mixer: Callable[[SpecT, StateMixerOps, StateRule], RecurrentMixer],
+    rule: Callable[[SpecT, RankLayer[SpecT]], StateRule],
     *,
     fused: Mapping[str, str],
+    matrices: frozenset[str],
+    small_matrices: frozenset[str] = frozenset(),
     key_heads: Callable[[SpecT], int] = lambda spec: 1,
 ) -> CudaMixerOps[SpecT]:
-    """Return what the backend knows of a kind with recurrent state. `layer`: returns its projections and recurrence."""
+    """Return what the backend knows of a kind with recurrent state. `mixer`: its projections; `rule`: its kernels."""
+
+    def make(spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str) -> RecurrentMixer:
+        own = RankLayer(spec, ops, tables, build, prefix)
+        return mixer(spec, own, rule(spec, own))
 
     def paged(
         spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str, numbers: tuple[int, ...]
     ) -> MixerStep:
-        return CudaPagedRecurrence(layer(spec, tables, build, prefix), numbers[0])
+        return CudaPagedRecurrence(make(spec, tables, build, prefix), numbers[0])
 
     def packed(
         spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str, shared: int | None
     ) -> MixerStep:
         (cache,) = spec.caches()
-        return CudaPackedRecurrence(layer(spec, tables, build, prefix), cache.block_elements(1))
+        return CudaPackedRecurrence(make(spec, tables, build, prefix), cache.block_elements(1))
 
-    return CudaMixerOps(kind, paged, packed, fused, key_heads)
+    ops = CudaMixerOps(
+        kind,
+        paged,
+        packed,
+        fused=fused,
+        matrices=matrices,
+        small_matrices=small_matrices,
+        key_heads=key_heads,
+    )
+    return ops
 
 
 class RankNorm:
     """The gated norm of a rank's channels; a group may lie on several ranks."""
 
-    def __init__(
-        self,
-        norm: Norm | None,
-        build: CudaBuildContext,
-        name: str,
-        groups: int,
-        activation: Literal["silu", "sigmoid"] = "silu",
-        *,
-        gate_first: bool = False,
-    ) -> None:
-        """`groups`: of the channels of all ranks, each normalised by itself."""
+    def __init__(self, spec: GateSpec, build: CudaBuildContext, name: str) -> None:
+        """`name`: of its weights. `spec.groups`: of the channels of all ranks."""
         comm = build.comm
+        norm = spec.norm
         self.comm = comm
         self.use_kernel = build.device.use_kernels
-        self.groups = groups
-        self.split = norm is not None and groups % comm.size != 0
-        own = max(groups // comm.size, 1)
+        self.groups = spec.groups
+        self.split = norm is not None and spec.groups % comm.size != 0
+        own = max(spec.groups // comm.size, 1)
         if norm is None:
-            self.spec = GatedNorm(None, own, activation=activation)
+            self.spec = GatedNorm(None, own, activation=spec.activation)
             return
         assert norm.kind == "rms", "the kernel computes an RMSNorm"
         assert norm.scale, "the kernel multiplies by a weight"
-        self.spec = GatedNorm(build.params[name], own, norm.eps, norm.unit_offset, activation, gate_first)
+        weight = build.params[name]
+        self.spec = GatedNorm(weight, own, norm.eps, norm.unit_offset, spec.activation, spec.gate_first)
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return norm(x) * activation(gate) [T, W], or norm(x * activation(gate)); see `GatedNorm`."""

@@ -1,4 +1,4 @@
-"""The short convolution between two gates on a rank."""
+"""The short convolution between two gates on a rank: a kernel over the states."""
 
 from __future__ import annotations
 
@@ -6,31 +6,28 @@ from typing import Final
 
 from torch import Tensor
 
-from pagoda.backends.torch_cuda.kernels.recurrent.causal_convolution import ConvolutionWeights, causal_convolution
+from pagoda.backends.torch_cuda.kernels.recurrent.causal_convolution import causal_convolution
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import StateStep
-from pagoda.backends.torch_cuda.model.mixers.recurrence import recurrent_ops
-from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
+from pagoda.backends.torch_cuda.model.mixers.recurrence import RankLayer, recurrent_ops
+from pagoda.backends.torch_decoder.mixers.recurrence import StateRule
+from pagoda.backends.torch_decoder.mixers.short_convolution import ShortConvolutionMixer
 from pagoda.common.models.mixers import ShortConvolution
 
 
-class CudaShortConvolution:
-    """One layer's projections and convolution on a rank."""
+def _rule(spec: ShortConvolution, own: RankLayer[ShortConvolution]) -> StateRule:
+    convolution = own.convolution()
+    use_kernel = own.build.device.use_kernels
 
-    def __init__(self, build: CudaBuildContext, prefix: str) -> None:
-        params = build.params
-        self.inner = build.linear(f"{prefix}.inner")
-        self.out = build.summed(f"{prefix}.out")
-        self.convolution = ConvolutionWeights(params[f"{prefix}.conv"], params.get(f"{prefix}.conv_bias"))
-        self.use_kernels = build.device.use_kernels
+    def convolve(b: Tensor, c: Tensor, v: Tensor, step: StateStep) -> Tensor:
+        return causal_convolution(v, step, convolution, gates=(b, c), use_kernel=use_kernel)
 
-    def __call__(self, x: Tensor, step: StateStep) -> Tensor:
-        """Return [T, D] of x [T, D]; replace the states."""
-        b, c, v = self.inner(x).chunk(3, -1)
-        return self.out(causal_convolution(v, step, self.convolution, gates=(b, c), use_kernel=self.use_kernels))
+    return convolve
 
 
 SHORT_CONVOLUTION: Final = recurrent_ops(
     ShortConvolution,
-    lambda spec, tables, build, prefix: CudaShortConvolution(build, prefix),
+    ShortConvolutionMixer,
+    _rule,
     fused={**dict.fromkeys("bcv", "inner"), "o": "out"},
+    matrices=frozenset({"inner", "out"}),
 )

@@ -52,7 +52,7 @@ def _range_ratio(text: str) -> tuple[float, float]:
         pair = value.get("input", 0.0), value.get("output", 0.0)
     else:
         pair = value, value
-    if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in pair):
+    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in pair):
         raise ValueError('neither a number nor {"input": 0.3, "output": 0.5}')
     return float(pair[0]), float(pair[1])
 
@@ -167,12 +167,12 @@ class DatasetConfig:
             raise ConfigError("--sonnet-prefix-len", "exceeds --sonnet-input-len; lower it")
         if self.dataset_name == "prefix_repetition" and self.num_prompts < self.prefix_repetition_num_prefixes:
             raise ConfigError("--num-prompts", "is below --prefix-repetition-num-prefixes; raise it")
-        for each in fields(self):
-            users = next((users for name, users in _USERS.items() if each.name.startswith(name)), None)
-            default = {} if each.default is MISSING else each.default
-            if users is not None and self.dataset_name not in users and getattr(self, each.name) != default:
+        for field in fields(self):
+            users = next((users for name, users in _USERS.items() if field.name.startswith(name)), None)
+            default = {} if field.default is MISSING else field.default
+            if users is not None and self.dataset_name not in users and getattr(self, field.name) != default:
                 message = f"is for --dataset-name {' and '.join(users)}, not {self.dataset_name}; drop it"
-                raise ConfigError(flag_of(each.name), message)
+                raise ConfigError(flag_of(field.name), message)
         if self.timed_trace_sec_multiplier <= 0:
             raise ConfigError("--timed-trace-sec-multiplier", "must be positive; use 1 for seconds")
 

@@ -93,8 +93,8 @@ class ThroughputConfig:
         names = self.engines
         for name in names:
             if name not in ("pagoda", *PEERS):
-                known = ", ".join(("pagoda", *DEVICES, *PEERS))
-                raise ConfigError("--backend", f"{name} is not an engine; use {known}, separated by commas")
+                backends = ", ".join(("pagoda", *DEVICES, *PEERS))
+                raise ConfigError("--backend", f"{name} is not an engine; use {backends}, separated by commas")
         if len(set(names)) != len(names):
             raise ConfigError("--backend", f"{', '.join(self.backend)} names an engine twice; drop one")
         for flag, words in self._peer_flags.items():
@@ -135,7 +135,7 @@ class ThroughputConfig:
     @property
     def arguments(self) -> dict[str, Mapping[str, Any]]:
         """--peer-args by engine. Raises ConfigError."""
-        given: dict[str, Mapping[str, Any]] = {}
+        options: dict[str, Mapping[str, Any]] = {}
         for name, text in pairs("--peer-args", self.peer_args).items():
             try:
                 value = json.loads(text)
@@ -143,8 +143,8 @@ class ThroughputConfig:
                 raise ConfigError("--peer-args", f"{name}: invalid JSON: {error}") from None
             if not isinstance(value, dict):
                 raise ConfigError("--peer-args", f"{name}: {text} is not a JSON object")
-            given[name] = value
-        return given
+            options[name] = value
+        return options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -217,8 +217,8 @@ class ResultFileConfig:
         saves = self.save_result or self.append_result
         if not saves and (self.save_detailed or self.metadata):
             raise ConfigError("--save-result", "is required by the other result flags; add it")
-        named = self.result_dir is not None or self.result_filename is not None
-        if named and not (saves or self.plot_timeline or self.plot_dataset_stats):
+        names_result = self.result_dir is not None or self.result_filename is not None
+        if names_result and not (saves or self.plot_timeline or self.plot_dataset_stats):
             raise ConfigError("--save-result", "is required by the other result flags; add it")
 
     @property

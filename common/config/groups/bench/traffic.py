@@ -85,10 +85,10 @@ class ReportConfig:
     )
 
     def __post_init__(self) -> None:
-        known = (*LATENCIES, *QUEUE_LATENCIES)
+        metrics = (*LATENCIES, *QUEUE_LATENCIES)
         for name in self.percentile_metrics or ():
-            if name not in known:
-                raise ConfigError("--percentile-metrics", f"{name} is not a metric; use {', '.join(known)}")
+            if name not in metrics:
+                raise ConfigError("--percentile-metrics", f"{name} is not a metric; use {', '.join(metrics)}")
         for percentile in self.metric_percentiles:
             if not 0 <= percentile <= 100:
                 raise ConfigError("--metric-percentiles", f"{percentile} is not in 0 to 100")

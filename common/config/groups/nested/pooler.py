@@ -16,7 +16,7 @@ KINDS: Final[Mapping[str, PoolingKind]] = {
     "LAST": "last",
     "MEAN": "mean",
     "ALL": "all",
-    "STEP": "all",  # with step_tag_id
+    "STEP": "all",  # With step_tag_id.
 }
 _FLAG: Final = "--pooler-config"
 _KIND_KEYS: Final = ("pooling_type", "seq_pooling_type", "tok_pooling_type")
@@ -40,20 +40,20 @@ class PoolerConfig:
 
     kind: PoolingKind | None = None
     use_activation: bool | None = None
-    dimensions: int | None = None  # default embedding size, for requests that set none
-    task: str | None = None  # of requests that name none
-    step_tag: int | None = None  # id of the tokens that have an output, in tasks with one per token
+    dimensions: int | None = None  # Default embedding size, for requests that set none.
+    task: str | None = None  # Task of requests that name none.
+    step_tag: int | None = None  # Id of the tokens that have an output, in tasks with one output per token.
 
     @classmethod
     def of(cls, keys: Mapping[str, Any]) -> PoolerConfig:
         """Parse vLLM's JSON keys. Raise ConfigError naming the key."""
-        known = (*_KIND_KEYS, *_ACTIVATION_KEYS, "dimensions", "step_tag_id", "task")
+        accepted_keys = (*_KIND_KEYS, *_ACTIVATION_KEYS, "dimensions", "step_tag_id", "task")
         for key, value in keys.items():
             if key in _REFUSED and value is not None:
                 problem = f"{key}: {_REFUSED[key]} is not in this version; drop it"
                 raise ConfigError(_FLAG, problem + _INSTEAD.get(key, ""))
-            if key not in known and key not in _REFUSED:
-                raise ConfigError(_FLAG, f"{key} is unknown{did_you_mean(key, known)}")
+            if key not in accepted_keys and key not in _REFUSED:
+                raise ConfigError(_FLAG, f"{key} is unknown{did_you_mean(key, accepted_keys)}")
         kinds = {_kind(key, keys[key]) for key in _KIND_KEYS if keys.get(key) is not None}
         switches = {_switch(key, keys[key]) for key in _ACTIVATION_KEYS if keys.get(key) is not None}
         if len(kinds) > 1 or len(switches) > 1:

@@ -43,15 +43,15 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 class ProfilerConfig:
     """What is traced, and where to. Field names are the keys of --profiler-config; see `profiler_of`."""
 
-    torch_profiler_dir: str  # folder of the traces
+    torch_profiler_dir: str  # Folder of the traces.
     profiler: str = _PROFILER
-    torch_profiler_with_stack: bool = True  # Python calls, too
-    torch_profiler_record_shapes: bool = False  # shapes of the operators' inputs
-    torch_profiler_with_memory: bool = False  # allocations
-    torch_profiler_with_flops: bool = False  # what FLOP are computed from: shapes, and arguments such as strides
-    torch_profiler_use_gzip: bool = True  # compress traces
-    delay_iterations: int = 0  # steps after the start that are not traced
-    max_iterations: int = 0  # traced steps after which the trace is written by itself; 0: no limit
+    torch_profiler_with_stack: bool = True  # Trace Python calls, too.
+    torch_profiler_record_shapes: bool = False  # Trace the shapes of the operators' inputs.
+    torch_profiler_with_memory: bool = False  # Trace allocations.
+    torch_profiler_with_flops: bool = False  # Trace what FLOP are computed from: shapes, and arguments such as strides.
+    torch_profiler_use_gzip: bool = True  # Compress traces.
+    delay_iterations: int = 0  # Number of steps after the start that are not traced.
+    max_iterations: int = 0  # The trace is written after this many steps; 0: no limit.
 
     @property
     def folder(self) -> Path:
@@ -68,8 +68,8 @@ class ProfilerConfig:
             ) from None
 
 
-_KEYS: Final = tuple(each.name for each in fields(ProfilerConfig))
-_SWITCHES: Final = tuple(each.name for each in fields(ProfilerConfig) if each.type == "bool")
+_KEYS: Final = tuple(field.name for field in fields(ProfilerConfig))
+_SWITCHES: Final = tuple(field.name for field in fields(ProfilerConfig) if field.type == "bool")
 _COUNTS: Final = ("delay_iterations", "max_iterations")
 
 
@@ -78,35 +78,35 @@ def profiler_of(settings: Mapping[str, Any]) -> ProfilerConfig | None:
 
     Keys that are null count as not given. Raise ConfigError naming the key and the remedy.
     """
-    given = {key: value for key, value in settings.items() if value is not None}
-    for key, value in given.items():
+    set_keys = {key: value for key, value in settings.items() if value is not None}
+    for key, value in set_keys.items():
         if key in _REFUSED_KEYS:
             harmless, why = _REFUSED_KEYS[key]
             if value != harmless or type(value) is not type(harmless):
                 raise ConfigError(FLAG, f"{key} {value!r} is not supported: {why}")
         elif key not in _KEYS:
             raise ConfigError(FLAG, f"{key} is unknown{did_you_mean(key, _KEYS)}; drop it")
-    given = {key: value for key, value in given.items() if key in _KEYS}
-    _check_types(given)
-    profiler = given.get("profiler")
+    set_keys = {key: value for key, value in set_keys.items() if key in _KEYS}
+    _check_types(set_keys)
+    profiler = set_keys.get("profiler")
     if profiler == "cuda":
         raise ConfigError(FLAG, "profiler cuda is not supported: start the server under nsys, or use torch")
     if profiler is not None and profiler != _PROFILER:
         raise ConfigError(FLAG, f"profiler {profiler!r} is unknown; use torch")
     if profiler is None:
-        if given:
-            raise ConfigError(FLAG, f"{next(iter(given))} has no effect without profiler; set profiler to torch")
+        if set_keys:
+            raise ConfigError(FLAG, f"{next(iter(set_keys))} has no effect without profiler; set profiler to torch")
         return None
-    folder = given.get(_DIR, "")
+    folder = set_keys.get(_DIR, "")
     if not folder:
         raise ConfigError(FLAG, f"profiler torch needs {_DIR}; set it to a folder for the traces")
     if _URI.match(folder):
         raise ConfigError(FLAG, f"{_DIR} {folder!r} is no local path; name a folder")
-    return ProfilerConfig(**given)
+    return ProfilerConfig(**set_keys)
 
 
-def _check_types(given: Mapping[str, Any]) -> None:
-    for key, value in given.items():
+def _check_types(set_keys: Mapping[str, Any]) -> None:
+    for key, value in set_keys.items():
         if key in _SWITCHES:
             if not isinstance(value, bool):
                 raise ConfigError(FLAG, f"{key} must be true or false, not {value!r}")
@@ -121,7 +121,7 @@ def _check_types(given: Mapping[str, Any]) -> None:
 class ProfileRequest:
     """One profile to start."""
 
-    prefix: str  # of the name of its trace; empty: a default
+    prefix: str  # Prefix of the trace's name; empty: a default.
     delay_iterations: int
     max_iterations: int
 

@@ -50,22 +50,22 @@ _PROMPT_LOOKUP: Final = 5
 class SpeculativeConfig:
     """How drafts are proposed. Field names are the keys of --speculative-config; see `speculative_of`."""
 
-    method: str  # one of METHODS
-    num_speculative_tokens: int | None = None  # drafts per sequence and step, at most; None: as the drafter states
-    model: str | None = None  # of a drafter: folder or name; None: `mtp` layers of the model itself
-    prompt_lookup_min: int = _PROMPT_LOOKUP  # ngram: tokens of the shortest match
-    prompt_lookup_max: int = _PROMPT_LOOKUP  # ngram: tokens of the longest match
-    suffix_decoding_max_tree_depth: int = 24  # suffix: tokens of match and proposal together
-    suffix_decoding_max_cached_requests: int = 10_000  # suffix: past answers kept; 0: none
-    suffix_decoding_max_spec_factor: float = 1.0  # suffix: proposed tokens per token that matched
-    suffix_decoding_min_token_prob: float = 0.1  # suffix: least estimated probability of a proposed token
-    disable_by_batch_size: int | None = None  # no drafts in steps of this many running sequences or more
-    max_model_len: int | None = None  # no drafts beyond this length of a sequence
+    method: str  # One of METHODS.
+    num_speculative_tokens: int | None = None  # Maximum drafts per sequence and step; None: as the drafter states.
+    model: str | None = None  # Folder or name of a drafter; None: the `mtp` layers of the model itself.
+    prompt_lookup_min: int = _PROMPT_LOOKUP  # Number of tokens of the shortest match, of method ngram.
+    prompt_lookup_max: int = _PROMPT_LOOKUP  # Number of tokens of the longest match, of method ngram.
+    suffix_decoding_max_tree_depth: int = 24  # Number of tokens of match and proposal together, of method suffix.
+    suffix_decoding_max_cached_requests: int = 10_000  # Number of past answers that method suffix keeps; 0: none.
+    suffix_decoding_max_spec_factor: float = 1.0  # Proposed tokens per token that matched, of method suffix.
+    suffix_decoding_min_token_prob: float = 0.1  # Least estimated probability of a proposed token, of method suffix.
+    disable_by_batch_size: int | None = None  # Steps of this many running sequences or more have no drafts.
+    max_model_len: int | None = None  # A sequence of this length has no more drafts.
     draft_tensor_parallel_size: int | None = None
-    quantization: str | None = None  # of a drafter's weights
-    revision: str | None = None  # of a drafter on the hub
+    quantization: str | None = None  # Quantisation of a drafter's weights.
+    revision: str | None = None  # Revision of a drafter on the hub.
     code_revision: str | None = None
-    enforce_eager: bool | None = None  # of a drafter, which runs as the model does; None: as that
+    enforce_eager: bool | None = None  # Whether a drafter runs eagerly; None: as the model does.
 
     @property
     def runs_on_device(self) -> bool:
@@ -73,7 +73,7 @@ class SpeculativeConfig:
         return self.method in MODEL_METHODS
 
 
-_KEYS: Final = tuple(each.name for each in fields(SpeculativeConfig))
+_KEYS: Final = tuple(field.name for field in fields(SpeculativeConfig))
 _SUFFIX_KEYS: Final = tuple(key for key in _KEYS if key.startswith("suffix_decoding_"))
 _NGRAM_KEYS: Final = ("prompt_lookup_min", "prompt_lookup_max")
 _MODEL_KEYS: Final = ("draft_tensor_parallel_size", "quantization", "revision", "code_revision", "enforce_eager")
@@ -98,59 +98,59 @@ def speculative_of(settings: Mapping[str, Any]) -> SpeculativeConfig | None:
     Keys that are null count as not given, as do refused ones that are false. Raise ConfigError naming the key and the
     remedy.
     """
-    given = {key: value for key, value in settings.items() if value is not None}
-    for key in given:
-        if key in _REFUSED_KEYS and given[key] is not False:
+    set_keys = {key: value for key, value in settings.items() if value is not None}
+    for key in set_keys:
+        if key in _REFUSED_KEYS and set_keys[key] is not False:
             raise ConfigError(FLAG, f"{key} is not supported: {_REFUSED_KEYS[key]}")
         if key not in _KEYS and key not in _REFUSED_KEYS:
             raise ConfigError(FLAG, f"{key} is unknown{did_you_mean(key, _KEYS)}; drop it")
-    given = {key: value for key, value in given.items() if key not in _REFUSED_KEYS}
-    if not given:
+    set_keys = {key: value for key, value in set_keys.items() if key not in _REFUSED_KEYS}
+    if not set_keys:
         return None
-    _check_types(given)
-    method = _method(given)
-    given["method"] = method
-    if method in HOST_METHODS and given.get("model") in (method, f"[{method}]"):
-        del given["model"]
-    _check_keys(given, method)
+    _check_types(set_keys)
+    method = _method(set_keys)
+    set_keys["method"] = method
+    if method in HOST_METHODS and set_keys.get("model") in (method, f"[{method}]"):
+        del set_keys["model"]
+    _check_keys(set_keys, method)
     if method == "ngram":
-        given |= _lookup_lengths(given)
+        set_keys |= _lookup_lengths(set_keys)
     if method == "suffix":
-        depth = given.get("suffix_decoding_max_tree_depth", 24)
-        given.setdefault("num_speculative_tokens", min(_SUFFIX_DRAFTS, depth - 1))
-    elif method == "ngram" and "num_speculative_tokens" not in given:
+        depth = set_keys.get("suffix_decoding_max_tree_depth", 24)
+        set_keys.setdefault("num_speculative_tokens", min(_SUFFIX_DRAFTS, depth - 1))
+    elif method == "ngram" and "num_speculative_tokens" not in set_keys:
         raise ConfigError(FLAG, f"method {method} needs num_speculative_tokens; set it, for example to 3")
-    return SpeculativeConfig(**given)
+    return SpeculativeConfig(**set_keys)
 
 
-def _check_types(given: Mapping[str, Any]) -> None:
+def _check_types(set_keys: Mapping[str, Any]) -> None:
     for key, least in _INTEGERS.items():
-        value = given.get(key, least)
+        value = set_keys.get(key, least)
         if type(value) is not int:
             raise ConfigError(FLAG, f"{key} must be an integer, not {value!r}")
         if value < least:
             raise ConfigError(FLAG, f"{key} is {value}; use {least} or more")
-    if not isinstance(given.get("enforce_eager", False), bool):
-        raise ConfigError(FLAG, f"enforce_eager must be true or false, not {given['enforce_eager']!r}")
+    if not isinstance(set_keys.get("enforce_eager", False), bool):
+        raise ConfigError(FLAG, f"enforce_eager must be true or false, not {set_keys['enforce_eager']!r}")
     for key in _TEXTS:
-        if not isinstance(given.get(key, ""), str):
-            raise ConfigError(FLAG, f"{key} must be a string, not {given[key]!r}")
+        if not isinstance(set_keys.get(key, ""), str):
+            raise ConfigError(FLAG, f"{key} must be a string, not {set_keys[key]!r}")
     factor = "suffix_decoding_max_spec_factor"
     least_prob = "suffix_decoding_min_token_prob"
     for key in (factor, least_prob):
-        value = given.get(key, 1)
+        value = set_keys.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(FLAG, f"{key} must be a number, not {value!r}")
-    if not 0 < given.get(factor, 1) < float("inf"):
-        raise ConfigError(FLAG, f"{factor} is {given[factor]}; use a number above 0, such as 1.0")
-    if not 0 <= given.get(least_prob, 0) <= 1:
-        raise ConfigError(FLAG, f"{least_prob} is {given[least_prob]}; use a number from 0 to 1")
+    if not 0 < set_keys.get(factor, 1) < float("inf"):
+        raise ConfigError(FLAG, f"{factor} is {set_keys[factor]}; use a number above 0, such as 1.0")
+    if not 0 <= set_keys.get(least_prob, 0) <= 1:
+        raise ConfigError(FLAG, f"{least_prob} is {set_keys[least_prob]}; use a number from 0 to 1")
 
 
-def _method(given: Mapping[str, Any]) -> str:
+def _method(set_keys: Mapping[str, Any]) -> str:
     """Return the method: as given, or as `model` implies."""
-    method = given.get("method")
-    model = given.get("model")
+    method = set_keys.get("method")
+    model = set_keys.get("model")
     if method is None:
         if model in ("ngram", "[ngram]"):
             return "ngram"
@@ -159,7 +159,7 @@ def _method(given: Mapping[str, Any]) -> str:
         raise ConfigError(FLAG, f"method is not set; use {', '.join(METHODS)}")
     if method in _REFUSED_METHODS:
         raise ConfigError(FLAG, f"method {method} is not supported: {_REFUSED_METHODS[method]}")
-    if method.endswith("_mtp"):  # vLLM's names of mtp by architecture
+    if method.endswith("_mtp"):  # These are vLLM's names of mtp by architecture.
         return "mtp"
     if method not in METHODS:
         hint = did_you_mean(method, METHODS) or f"; use {', '.join(METHODS)}"
@@ -167,21 +167,21 @@ def _method(given: Mapping[str, Any]) -> str:
     return str(method)
 
 
-def _check_keys(given: Mapping[str, Any], method: str) -> None:
+def _check_keys(set_keys: Mapping[str, Any], method: str) -> None:
     """Raise ConfigError for a key that the method does not read, or lacks."""
     owners = {**dict.fromkeys(_NGRAM_KEYS, "ngram"), **dict.fromkeys(_SUFFIX_KEYS, "suffix")}
-    for key in given:
+    for key in set_keys:
         if key in owners and owners[key] != method:
             raise ConfigError(FLAG, f"{key} applies to method {owners[key]}, not {method}; drop it")
         if key in ("model", *_MODEL_KEYS) and method in HOST_METHODS:
             raise ConfigError(FLAG, f"{key} applies to methods with a model, not {method}; drop it")
-    if method in MODEL_METHODS and method != "mtp" and "model" not in given:
+    if method in MODEL_METHODS and method != "mtp" and "model" not in set_keys:
         raise ConfigError(FLAG, f"method {method} needs model; set it to the drafter's folder or name")
 
 
-def _lookup_lengths(given: Mapping[str, Any]) -> dict[str, int]:
+def _lookup_lengths(set_keys: Mapping[str, Any]) -> dict[str, int]:
     """Return both lengths of prompt lookup: one that is not given equals the other."""
-    lengths = [given[key] for key in _NGRAM_KEYS if key in given]
+    lengths = [set_keys[key] for key in _NGRAM_KEYS if key in set_keys]
     if not lengths:
         return {}
     shortest = lengths[0]

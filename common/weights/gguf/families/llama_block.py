@@ -76,7 +76,7 @@ def _baichuan(metadata: Metadata, config: Config) -> Config:
 
 def _apertus(metadata: Metadata, config: Config) -> Config:
     for key, value in (("xielu.beta", 0.5), ("xielu.eps", -1e-6)):
-        if any(abs(stated - value) > 1e-8 for stated in metadata.floats(key, config["num_hidden_layers"])):
+        if any(abs(number - value) > 1e-8 for number in metadata.floats(key, config["num_hidden_layers"])):
             raise ModelError(f"{metadata.file.path}: metadata {key} other than {value} is not supported")
     return {}
 

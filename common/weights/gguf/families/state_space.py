@@ -125,13 +125,13 @@ def _jamba(metadata: Metadata, config: Config) -> Config:
     }
 
 
-def _every(metadata: Metadata, what: str, layers: list[bool]) -> Config:
+def _every(metadata: Metadata, kind: str, layers: list[bool]) -> Config:
     """Return the offset and the period of a kind of layer. Raises ModelError if they are irregular."""
     numbers = [number for number, present in enumerate(layers) if present]
     period = numbers[1] - numbers[0] if len(numbers) > 1 else len(layers)
     if not numbers or [number % period == numbers[0] % period for number in range(len(layers))] != layers:
-        raise ModelError(f"{metadata.file.path}: layers {numbers} as {what} are not evenly spaced")
-    return {f"{what}_offset": numbers[0], f"{what}_period": period}
+        raise ModelError(f"{metadata.file.path}: layers {numbers} as {kind} are not evenly spaced")
+    return {f"{kind}_offset": numbers[0], f"{kind}_period": period}
 
 
 def _nemotron_h(metadata: Metadata) -> Config:

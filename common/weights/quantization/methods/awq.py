@@ -13,11 +13,11 @@ from pagoda.common.weights.quantization.methods.integers import (
     Codes,
     IntegerLayers,
     check,
-    integer_scheme,
     joined_integers,
     unpack,
 )
-from pagoda.common.weights.quantization.tensors import WHOLE_ROW, Array, QuantizedTensor
+from pagoda.common.weights.quantization.schemes import WHOLE_ROW, integer_scheme
+from pagoda.common.weights.quantization.tensors import Array, QuantizedTensor
 
 PARTS: Final = frozenset({"qweight", "qzeros", "scales"})
 _BITS: Final = 4

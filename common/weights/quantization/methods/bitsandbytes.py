@@ -10,8 +10,9 @@ import numpy as np
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.quantization.config import WEIGHT, LayerGroup, Parts, QuantizationConfig, Section
 from pagoda.common.weights.quantization.methods.integers import check
-from pagoda.common.weights.quantization.methods.scaled import floats, join_scaled
-from pagoda.common.weights.quantization.tensors import TABLES, Codes4, Floats, Int8, QuantizedTensor, Value
+from pagoda.common.weights.quantization.methods.scaled import floats, join_scaled, scaled_scheme
+from pagoda.common.weights.quantization.schemes import TABLES, Codes4
+from pagoda.common.weights.quantization.tensors import Floats, QuantizedTensor, Value
 
 _BLOCK: Final = 64
 _ABSMAX: Final = "weight.absmax"
@@ -34,7 +35,9 @@ def read(section: Section) -> QuantizationConfig:
     ignored = (*section.names("llm_int8_skip_modules"), "lm_head")
     if section.get("load_in_8bit") or section.get("_load_in_8bit"):
         parts = frozenset({WEIGHT, _ROW_SCALES})
-        rows = LayerGroup(("Linear",), Int8("channel"), parts, np.dtype(np.int8), frozenset({"weight_format"}))
+        rows = LayerGroup(
+            ("Linear",), scaled_scheme("int8", "channel"), parts, np.dtype(np.int8), frozenset({"weight_format"})
+        )
         return QuantizationConfig("bitsandbytes", (rows,), ignored, _join_rows)
     table = section.get("bnb_4bit_quant_type", "fp4")
     if table not in TABLES:

@@ -9,31 +9,31 @@ from typing import Final, Literal
 import numpy as np
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, dtype_name, powers_of_two
+from pagoda.common.weights.dtypes import dtype_name, powers_of_two
 from pagoda.common.weights.quantization.config import WEIGHT, Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.fours import join_mxfp4, join_nvfp4
+from pagoda.common.weights.quantization.methods.fours import join_mxfp4, join_nvfp4, mxfp4_scheme, nvfp4_scheme
 from pagoda.common.weights.quantization.methods.integers import (
     IntegerLayers,
     check,
     input_order,
-    integer_scheme,
     joined_integers,
     unpack,
 )
-from pagoda.common.weights.quantization.methods.scaled import floats, input_scale, join_scaled, with_zeros
-from pagoda.common.weights.quantization.tensors import (
+from pagoda.common.weights.quantization.methods.scaled import (
+    floats,
+    input_scale,
+    join_scaled,
+    scaled_scheme,
+    with_zeros,
+)
+from pagoda.common.weights.quantization.schemes import (
     WHOLE_ROW,
     Activations,
-    Array,
-    Float8,
     Group,
-    Int4,
-    Int8,
-    Mxfp4,
-    Nvfp4,
-    QuantizedTensor,
-    Scheme,
+    ScaledScheme,
+    integer_scheme,
 )
+from pagoda.common.weights.quantization.tensors import Array, QuantizedTensor
 
 _PACKED: Final = "weight_packed"
 _SCALE: Final = "weight_scale"
@@ -96,7 +96,7 @@ def _layer_group(group: Section, default: object) -> CompressedLayers:
     assert scheme.activations is not None or group.get("input_activations") is None
     bits = weights.get("num_bits")
     size = _group_size(weights)
-    dtype = {Float8: FLOAT8_E4M3FN, Int8: np.dtype(np.int8)}.get(type(scheme)) if form in (*_PLAIN, _MXFP8) else None
+    dtype = scheme.dtype if form in (*_PLAIN, _MXFP8) else None
     parts = _parts(weights, scheme, form)
     return CompressedLayers(group.names("targets"), scheme, parts, dtype, bits=bits, size=size, form=form)
 
@@ -115,19 +115,18 @@ def _form(group: Section, weights: Section, default: object) -> str:
     return str(form)
 
 
-def _parts(weights: Section, scheme: Scheme, form: str) -> frozenset[str]:
+def _parts(weights: Section, scheme: ScaledScheme, form: str) -> frozenset[str]:
     """Return the last parts of the names of a layer's tensors."""
     parts = {WEIGHT if form in (*_PLAIN, _MXFP8) else _PACKED, _SCALE}
     if form == _INTEGERS:
         parts.add(_SHAPE)
     if weights.get("symmetric") is False:
         parts.add(_ZEROS)
-    if getattr(scheme, "ordered", False):
+    if scheme.ordered:
         parts.add(_ORDER)
     if form == _NVFP4:
         parts.add(_WEIGHT_GLOBAL)
-    activations = getattr(scheme, "activations", None)
-    if activations is not None and activations.static:
+    if scheme.activations is not None and scheme.activations.static:
         parts.add(_INPUT_GLOBAL if form == _NVFP4 else _INPUT_SCALE)
     return frozenset(parts)
 
@@ -141,7 +140,7 @@ def _group_size(weights: Section) -> int:
     return size
 
 
-def _scheme(group: Section, weights: Section, form: str) -> Float8 | Int8 | Int4 | Mxfp4 | Nvfp4:
+def _scheme(group: Section, weights: Section, form: str) -> ScaledScheme:
     kind, bits, strategy = (weights.get(key) for key in ("type", "num_bits", "strategy"))
     integers = kind == "int" and type(bits) is int and 2 <= bits <= 8
     problem = group.refused(f"it has {bits}-bit {kind} weights, strategy {strategy}, in format {form}")
@@ -161,7 +160,7 @@ def _scheme(group: Section, weights: Section, form: str) -> Float8 | Int8 | Int4
     if form in (_NVFP4, _MXFP4):
         if (kind, bits) != ("float", 4):
             raise problem
-        return Nvfp4(activations) if form == _NVFP4 else Mxfp4(activations)
+        return nvfp4_scheme(activations) if form == _NVFP4 else mxfp4_scheme(activations)
     block = weights.block("block_structure")
     if (not integers and (kind, bits) != ("float", 8)) or strategy not in ("tensor", "channel", "block", "group"):
         raise problem
@@ -170,7 +169,7 @@ def _scheme(group: Section, weights: Section, form: str) -> Float8 | Int8 | Int4
     scales: Group = block if strategy == "block" and block is not None else strategy
     if strategy == "group":
         scales = (1, _group_size(weights))
-    return Float8(scales, activations) if kind == "float" else Int8(scales, activations, offsets=asymmetric)
+    return scaled_scheme("float8" if kind == "float" else "int8", scales, activations, offsets=asymmetric)
 
 
 def _activations(group: Section) -> Activations | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN
 from pagoda.common.weights.quantization.config import WEIGHT, LayerGroup, Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.scaled import join_scaled
-from pagoda.common.weights.quantization.tensors import Activations, Float8, QuantizedTensor
+from pagoda.common.weights.quantization.methods.scaled import join_scaled, scaled_scheme
+from pagoda.common.weights.quantization.schemes import Activations
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 _SCALE = "weight_scale"
 
@@ -13,7 +14,7 @@ _SCALE = "weight_scale"
 def read(section: Section) -> QuantizationConfig:
     """Return the config of a section."""
     section.only("activation_scale_ub", "modules_to_not_convert")
-    scheme = Float8("channel", Activations("float8", "row"))
+    scheme = scaled_scheme("float8", "channel", Activations("float8", "row"))
     parts = frozenset({WEIGHT, _SCALE})
     bound = frozenset({"input_scale_ub"})
     group = LayerGroup(("Linear",), scheme, parts, FLOAT8_E4M3FN, bound)

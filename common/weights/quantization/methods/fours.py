@@ -7,10 +7,21 @@ import numpy as np
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, FLOAT8_E8M0FNU, as_uint, powers_of_two, to_float32
 from pagoda.common.weights.quantization.methods.integers import check
-from pagoda.common.weights.quantization.tensors import Array, Blocks, Floats, QuantizedTensor, Scheme
+from pagoda.common.weights.quantization.schemes import Activations, Mxfp4, Nvfp4, ScaledScheme
+from pagoda.common.weights.quantization.tensors import Array, Floats, QuantizedTensor
 
 
-def join_mxfp4(module: str, packed: Array, exponents: Array, scheme: Scheme) -> QuantizedTensor:
+def mxfp4_scheme(activations: Activations | None = None) -> Mxfp4:
+    """Return the scheme of numbers with a power of two per 32 inputs."""
+    return Mxfp4(activations)
+
+
+def nvfp4_scheme(activations: Activations | None = None) -> Nvfp4:
+    """Return the scheme of numbers with a float8 scale per 16 inputs."""
+    return Nvfp4(activations)
+
+
+def join_mxfp4(module: str, packed: Array, exponents: Array, scheme: ScaledScheme) -> QuantizedTensor:
     """Return a matrix of uint8 [O, I / 2] with exponents uint8 [O, I / 32]. Raise WeightError naming the layer."""
     label, group = _label_and_group(scheme)
     outputs, inputs = _shape(module, packed, group[1], label)
@@ -20,7 +31,9 @@ def join_mxfp4(module: str, packed: Array, exponents: Array, scheme: Scheme) -> 
     return QuantizedTensor(scheme, packed, powers_of_two(exponents), group)
 
 
-def join_nvfp4(module: str, packed: Array, scales: Array, tensor_scale: Floats, scheme: Scheme) -> QuantizedTensor:
+def join_nvfp4(
+    module: str, packed: Array, scales: Array, tensor_scale: Floats, scheme: ScaledScheme
+) -> QuantizedTensor:
     """Return a matrix of uint8 [O, I / 2] with scales float8_e4m3fn [O, I / 16] and one for all.
 
     Raise WeightError naming the layer.
@@ -34,9 +47,8 @@ def join_nvfp4(module: str, packed: Array, scales: Array, tensor_scale: Floats, 
     return QuantizedTensor(scheme, packed, to_float32(scales), group, row_scales=rows)
 
 
-def _label_and_group(scheme: Scheme) -> tuple[str, tuple[int, int]]:
+def _label_and_group(scheme: ScaledScheme) -> tuple[str, tuple[int, int]]:
     """Return the name and the group (1, inputs) of a scheme of e2m1 numbers."""
-    assert not isinstance(scheme, Blocks)
     assert scheme.numbers == "e2m1"
     assert isinstance(scheme.group, tuple)
     return scheme.name, scheme.group

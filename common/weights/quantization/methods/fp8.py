@@ -8,8 +8,9 @@ from typing import Final
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN
 from pagoda.common.weights.quantization.config import WEIGHT, LayerGroup, Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.scaled import input_scale, join_scaled
-from pagoda.common.weights.quantization.tensors import Activations, Float8, QuantizedTensor
+from pagoda.common.weights.quantization.methods.scaled import input_scale, join_scaled, scaled_scheme
+from pagoda.common.weights.quantization.schemes import Activations
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 _INPUT_SCALE: Final = "input_scale"
 
@@ -26,10 +27,10 @@ def read(section: Section) -> QuantizationConfig:
     block = section.block("weight_block_size")
     static = activations == "static"
     if block is not None:
-        scheme = Float8(block, Activations("float8", block[1]))
+        scheme = scaled_scheme("float8", block, Activations("float8", block[1]))
         scale = "weight_scale_inv"
     else:
-        scheme = Float8("tensor", Activations("float8", "tensor" if static else "row", static))
+        scheme = scaled_scheme("float8", "tensor", Activations("float8", "tensor" if static else "row", static))
         scale = "weight_scale"
     parts = {WEIGHT, scale, *((_INPUT_SCALE,) if static else ())}
     group = LayerGroup(("Linear",), scheme, frozenset(parts), FLOAT8_E4M3FN)

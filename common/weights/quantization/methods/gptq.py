@@ -15,11 +15,11 @@ from pagoda.common.weights.quantization.methods.integers import (
     Order,
     check,
     input_order,
-    integer_scheme,
     joined_integers,
     unpack,
 )
-from pagoda.common.weights.quantization.tensors import WHOLE_ROW, Array, QuantizedTensor
+from pagoda.common.weights.quantization.schemes import WHOLE_ROW, integer_scheme
+from pagoda.common.weights.quantization.tensors import Array, QuantizedTensor
 
 BITS: Final = (2, 3, 4, 8)
 PARTS: Final = frozenset({"qweight", "qzeros", "scales"})

@@ -12,11 +12,12 @@ from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import dtype_name
 from pagoda.common.weights.quantization.config import LayerGroup
 from pagoda.common.weights.quantization.methods.scaled import floats
-from pagoda.common.weights.quantization.tensors import WHOLE_ROW, Activations, Array, Int4, Int8, QuantizedTensor
+from pagoda.common.weights.quantization.schemes import WHOLE_ROW, IntegerScheme
+from pagoda.common.weights.quantization.tensors import Array, QuantizedTensor
 
 _WORD: Final = 32
 _STORED: Final = 8
-"""What is added to the numbers of Int4."""
+"""What is added to numbers of 4 bits."""
 
 Order = npt.NDArray[np.int32]
 """Of the inputs, see `QuantizedTensor.order`."""
@@ -35,7 +36,7 @@ class IntegerLayers(LayerGroup):
     @property
     def ordered(self) -> bool:
         """Whether the inputs are reordered."""
-        return isinstance(self.scheme, Int4 | Int8) and self.scheme.ordered
+        return self.scheme.ordered
 
     def size_of(self, module: str, inputs: int) -> int:
         """Return how many of a layer's inputs share a scale. Raise WeightError if that does not divide them."""
@@ -46,15 +47,6 @@ class IntegerLayers(LayerGroup):
                 "size that does, or serve it unquantised"
             )
         return size
-
-
-def integer_scheme(
-    bits: int, group: int, *, offsets: bool, activations: Activations | None = None, ordered: bool = False
-) -> Int4 | Int8:
-    """Return the scheme of integers; `group`: inputs that share a scale, `WHOLE_ROW` for all."""
-    if bits <= 4:
-        return Int4((1, group), activations, ordered, offsets)
-    return Int8("channel" if group == WHOLE_ROW else (1, group), activations, ordered, offsets)
 
 
 def check(layer: str, tensor: Array, dtype: npt.DTypeLike, shape: tuple[int, ...], scheme: str) -> None:
@@ -126,9 +118,9 @@ def joined_integers(
     """Return a matrix of numbers [O, I], or [O, I / 2] of 4 bits in pairs, with scales and zero points [O, groups]."""
     scheme = group.scheme
     bits = group.bits
-    assert isinstance(scheme, Int4 | Int8)
+    assert isinstance(scheme, IntegerScheme)
     middle = 1 << bits - 1
-    paired = isinstance(scheme, Int4) and bits == 4 and order is None
+    paired = bits == 4 and order is None
     inputs = codes.shape[1] * (2 if paired else 1)
     size = group.size_of(module, inputs)
     wide = floats(f"{module} scales", scales)
@@ -139,7 +131,7 @@ def joined_integers(
         )
     if order is not None:
         codes = codes[:, order]
-    if isinstance(scheme, Int8):
+    if scheme.numbers == "int8":
         data: Array = (codes - np.uint8(middle)).view(np.int8)
     else:
         if inputs % 2:

@@ -9,25 +9,27 @@ from typing import Final
 import numpy as np
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, dtype_name, powers_of_two
+from pagoda.common.weights.dtypes import dtype_name, powers_of_two
 from pagoda.common.weights.quantization.config import WEIGHT, LayerGroup, Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.fours import join_nvfp4
-from pagoda.common.weights.quantization.methods.scaled import floats, input_scale, join_scaled
-from pagoda.common.weights.quantization.tensors import Activations, Float8, Nvfp4, QuantizedTensor
+from pagoda.common.weights.quantization.methods.fours import join_nvfp4, nvfp4_scheme
+from pagoda.common.weights.quantization.methods.scaled import floats, input_scale, join_scaled, scaled_scheme
+from pagoda.common.weights.quantization.schemes import Activations, ScaledScheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 _SCALE: Final = "weight_scale"
 _TENSOR_SCALE: Final = "weight_scale_2"
 _INPUT_SCALE: Final = "input_scale"
 _BLOCK: Final = (128, 128)
+_NVFP4_GROUP: Final = nvfp4_scheme().group[1]
 
-_SCHEMES: Final[Mapping[str, Float8 | Nvfp4]] = {
-    "FP8": Float8("tensor", Activations("float8", "tensor", static=True)),
-    "FP8_PER_CHANNEL_PER_TOKEN": Float8("channel", Activations("float8", "row")),
-    "FP8_PB_WO": Float8(_BLOCK),
-    "FP8_PB_REAL_QUANT": Float8(_BLOCK, Activations("float8", _BLOCK[1])),
-    "MXFP8": Float8((1, 32), Activations("float8", 32)),
-    "NVFP4": Nvfp4(Activations("fp4", 16, static=True)),
-    "W4A16_NVFP4": Nvfp4(),
+_SCHEMES: Final[Mapping[str, ScaledScheme]] = {
+    "FP8": scaled_scheme("float8", "tensor", Activations("float8", "tensor", static=True)),
+    "FP8_PER_CHANNEL_PER_TOKEN": scaled_scheme("float8", "channel", Activations("float8", "row")),
+    "FP8_PB_WO": scaled_scheme("float8", _BLOCK),
+    "FP8_PB_REAL_QUANT": scaled_scheme("float8", _BLOCK, Activations("float8", _BLOCK[1])),
+    "MXFP8": scaled_scheme("float8", (1, 32), Activations("float8", 32)),
+    "NVFP4": nvfp4_scheme(Activations("fp4", 16, static=True)),
+    "W4A16_NVFP4": nvfp4_scheme(),
 }
 _MIXED: Final = "MIXED_PRECISION"
 _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -83,14 +85,13 @@ def _layers(section: Section, targets: tuple[str, ...]) -> ModeloptLayers:
         raise section.refused(f"quant_algo is {algorithm}, only {', '.join((*_SCHEMES, _MIXED))} are read")
     scheme = _SCHEMES[algorithm]
     parts = {WEIGHT, _SCALE}
-    if isinstance(scheme, Nvfp4):
-        if section.get("group_size", 16) != scheme.group[1]:
-            raise section.refused(f"NVFP4 with group_size {section.get('group_size')}, only 16 is read")
+    if scheme.row_scales:
+        if section.get("group_size", _NVFP4_GROUP) != _NVFP4_GROUP:
+            raise section.refused(f"NVFP4 with group_size {section.get('group_size')}, only {_NVFP4_GROUP} is read")
         parts.add(_TENSOR_SCALE)
     if scheme.activations is not None and scheme.activations.static:
         parts.add(_INPUT_SCALE)
-    dtype = np.dtype(np.uint8) if isinstance(scheme, Nvfp4) else FLOAT8_E4M3FN
-    return ModeloptLayers(targets, scheme, frozenset(parts), dtype, algorithm=algorithm)
+    return ModeloptLayers(targets, scheme, frozenset(parts), scheme.dtype, algorithm=algorithm)
 
 
 def _join(module: str, parts: Parts, group: LayerGroup, pieces: int) -> QuantizedTensor:
@@ -102,7 +103,7 @@ def _join(module: str, parts: Parts, group: LayerGroup, pieces: int) -> Quantize
             f"tensor {module}.weight is {dtype_name(data.dtype)}, which {group.algorithm} weights are not; download "
             "config.json and the weights again"
         )
-    if isinstance(group.scheme, Nvfp4):
+    if group.scheme.row_scales:
         whole = floats(f"{module}.{_TENSOR_SCALE}", parts[_TENSOR_SCALE])
         tensor = join_nvfp4(module, data, scales, whole, group.scheme)
     else:

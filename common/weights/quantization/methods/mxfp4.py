@@ -7,13 +7,14 @@ import numpy as np
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import dtype_name, powers_of_two
 from pagoda.common.weights.quantization.config import LayerGroup, Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.tensors import Mxfp4, QuantizedTensor
+from pagoda.common.weights.quantization.methods.fours import mxfp4_scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 
 def read(section: Section) -> QuantizationConfig:
     """Return the config of a section."""
     section.only("dequantize", "modules_to_not_convert")
-    group = LayerGroup(("Linear",), Mxfp4(), frozenset({"blocks", "scales"}))
+    group = LayerGroup(("Linear",), mxfp4_scheme(), frozenset({"blocks", "scales"}))
     ignored = section.names("modules_to_not_convert")
     return QuantizationConfig("mxfp4", (group,), ignored, _join, separator="_", suffix="_blocks")
 
@@ -22,7 +23,7 @@ def _join(module: str, parts: Parts, group: LayerGroup, pieces: int) -> Quantize
     """Join blocks uint8 [..., O, I / 32, 16] and exponents uint8 [..., O, I / 32]."""
     blocks = parts["blocks"]
     scales = parts["scales"]
-    size = Mxfp4.group[1]
+    _, size = mxfp4_scheme().group
     fits = blocks.dtype == scales.dtype == np.uint8 and blocks.ndim >= 3 and blocks.shape == (*scales.shape, size // 2)
     if not fits:
         raise WeightError(

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, dtype_name
+from pagoda.common.weights.dtypes import dtype_name
 from pagoda.common.weights.quantization.config import WEIGHT, Parts, QuantizationConfig, Section
 from pagoda.common.weights.quantization.methods.awq import join_along_outputs
-from pagoda.common.weights.quantization.methods.fours import join_mxfp4
-from pagoda.common.weights.quantization.methods.integers import IntegerLayers, integer_scheme
-from pagoda.common.weights.quantization.methods.scaled import input_scale, join_scaled, not_symmetric, with_zeros
-from pagoda.common.weights.quantization.tensors import (
-    WHOLE_ROW,
-    Activations,
-    Float8,
-    Group,
-    Int4,
-    Int8,
-    Mxfp4,
-    QuantizedTensor,
+from pagoda.common.weights.quantization.methods.fours import join_mxfp4, mxfp4_scheme
+from pagoda.common.weights.quantization.methods.integers import IntegerLayers
+from pagoda.common.weights.quantization.methods.scaled import (
+    input_scale,
+    join_scaled,
+    not_symmetric,
+    scaled_scheme,
+    with_zeros,
 )
+from pagoda.common.weights.quantization.schemes import WHOLE_ROW, Activations, Group, ScaledScheme, integer_scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 _SCALE: Final = "weight_scale"
 _ZEROS: Final = "weight_zero_point"
 _INPUT_SCALE: Final = "input_scale"
 _NUMBERS: Final[dict[str, Literal["float8", "int8", "fp4"]]] = {"fp8_e4m3": "float8", "int8": "int8", "fp4": "fp4"}
+_EIGHT_BITS: Final[dict[str, Literal["float8", "int8"]]] = {"fp8_e4m3": "float8", "int8": "int8"}
+_MXFP4_GROUP: Final = mxfp4_scheme().group[1]
 _ROWS: Final[dict[str, Literal["tensor", "row"]]] = {"per_tensor": "tensor", "per_channel": "row"}
 _HARMLESS: Final = (
     *("quant_mode", "version", "kv_cache_post_rope", "kv_cache_quant_config", "export"),
@@ -87,21 +87,21 @@ def _layers(section: Section, target: str, reordered: bool) -> QuarkLayers:
     parts = {WEIGHT, _SCALE}
     optional = set[str]()
     bits = 8
-    dtype: np.dtype[Any] | None = {"fp8_e4m3": FLOAT8_E4M3FN, "int8": np.dtype(np.int8)}.get(kind)
-    scheme: Float8 | Int8 | Int4 | Mxfp4
+    scheme: ScaledScheme
     match kind, scheme_name:
         case "fp8_e4m3" | "int8", _ if (group := _group(scheme_name, size)) is not None:
             asymmetric = weight.get("symmetric") is False
-            scheme = Float8(group, activations) if kind == "fp8_e4m3" else Int8(group, activations, offsets=asymmetric)
+            scheme = scaled_scheme(_EIGHT_BITS[kind], group, activations, offsets=asymmetric and kind == "int8")
+            dtype = scheme.dtype
             (parts if asymmetric else optional).add(_ZEROS)
         case "int4" | "uint4", "per_group" if type(size) is int and size > 0:
             bits = 4
             dtype = np.dtype(np.int32)
             scheme = integer_scheme(4, size, offsets=kind == "uint4", activations=activations)
             parts.add(_ZEROS)
-        case "fp4", "per_group" if size == Mxfp4.group[1] and weight.get("scale_format") == "e8m0":
-            scheme = Mxfp4(activations)
-            dtype = np.dtype(np.uint8)
+        case "fp4", "per_group" if size == _MXFP4_GROUP and weight.get("scale_format") == "e8m0":
+            scheme = mxfp4_scheme(activations)
+            dtype = scheme.dtype
         case _:
             raise weight.refused(f"weights of dtype {kind}, qscheme {scheme_name}, group_size {size} are not read")
     if activations is not None and activations.static:
@@ -154,7 +154,7 @@ def _join(module: str, parts: Parts, group: object, pieces: int) -> QuantizedTen
             tensor = join_along_outputs(module, parts, names, group, reordered=group.reordered, signed=signed)
         case _:
             tensor = join_scaled(module, data, scales, group.scheme, pieces, _SCALE)
-            if isinstance(group.scheme, Int8) and group.scheme.offsets:
+            if group.scheme.offsets:
                 tensor = with_zeros(module, tensor, parts[_ZEROS], _ZEROS)
             elif _ZEROS in parts and parts[_ZEROS].any():
                 raise not_symmetric(module, _ZEROS)

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import dtype_name, to_float32
 from pagoda.common.weights.quantization.config import Parts
-from pagoda.common.weights.quantization.tensors import WHOLE_ROW, Array, Float8, Floats, Int8, QuantizedTensor, Scheme
+from pagoda.common.weights.quantization.schemes import (
+    WHOLE_ROW,
+    Activations,
+    Float8,
+    Group,
+    Int8,
+    ScaledScheme,
+)
+from pagoda.common.weights.quantization.tensors import Array, Floats, QuantizedTensor
+
+
+def scaled_scheme(
+    numbers: Literal["float8", "int8"], group: Group, activations: Activations | None = None, *, offsets: bool = False
+) -> Float8 | Int8:
+    """Return the scheme of numbers of 8 bits; `offsets`: those of int8 have zero points."""
+    if numbers == "int8":
+        return Int8(group, activations, offsets=offsets)
+    assert not offsets, "numbers of float8 have no zero points"
+    return Float8(group, activations)
 
 
 def floats(name: str, values: Array) -> Floats:
@@ -29,7 +48,7 @@ def input_scale(module: str, parts: Parts, part: str) -> Floats:
 
 
 def join_scaled(
-    module: str, data: Array, scales: Array, scheme: Scheme, pieces: int, scale_name: str
+    module: str, data: Array, scales: Array, scheme: ScaledScheme, pieces: int, scale_name: str
 ) -> QuantizedTensor:
     """Return a matrix with its scales; the shape of the scales tells the group, except that of blocks.
 

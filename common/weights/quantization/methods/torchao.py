@@ -11,9 +11,10 @@ import numpy as np
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN
 from pagoda.common.weights.quantization.config import Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.integers import IntegerLayers, check, integer_scheme, joined_integers
-from pagoda.common.weights.quantization.methods.scaled import floats, join_scaled, not_symmetric
-from pagoda.common.weights.quantization.tensors import WHOLE_ROW, Activations, Float8, Group, Int8, QuantizedTensor
+from pagoda.common.weights.quantization.methods.integers import IntegerLayers, check, joined_integers
+from pagoda.common.weights.quantization.methods.scaled import floats, join_scaled, not_symmetric, scaled_scheme
+from pagoda.common.weights.quantization.schemes import WHOLE_ROW, Activations, Group, integer_scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 _DATA: Final = "_weight_qdata"
 _SCALE: Final = "_weight_scale"
@@ -72,16 +73,15 @@ def _layers(section: Section, target: str) -> TorchaoLayers:
         activations = Activations("int8", "row")
     match kind:
         case "Int8WeightOnlyConfig" | "Int8DynamicActivationInt8WeightConfig":
-            return TorchaoLayers(
-                (target,), Int8(_group(data), activations), plain, optional=frozenset({_ZEROS}), kind=kind
-            )
+            rows = scaled_scheme("int8", _group(data), activations)
+            return TorchaoLayers((target,), rows, plain, optional=frozenset({_ZEROS}), kind=kind)
         case "Float8WeightOnlyConfig" | "Float8DynamicActivationFloat8WeightConfig":
             group = _group(data)
             if data.part("weight_dtype").get("_data", _FLOAT8) != _FLOAT8:
                 raise data.refused(f"weight_dtype is {data.part('weight_dtype').get('_data')}, only {_FLOAT8} is read")
             if "Dynamic" in kind:
                 activations = Activations("float8", "tensor" if group == "tensor" else "row")
-            return TorchaoLayers((target,), Float8(group, activations), plain, kind=kind)
+            return TorchaoLayers((target,), scaled_scheme("float8", group, activations), plain, kind=kind)
         case "Int4WeightOnlyConfig":
             packing = data.part("int4_packing_format").get("_data", "PLAIN")
             if packing != "PLAIN":
@@ -133,7 +133,7 @@ def _join(module: str, parts: Parts, group: object, pieces: int) -> QuantizedTen
         raise WeightError(f"tensor {module}.{_DATA} {list(data.shape)} is no matrix; serve the model unquantised")
     if group.kind == "Int4WeightOnlyConfig":
         return _join_int4(module, parts, group)
-    dtype = FLOAT8_E4M3FN if isinstance(group.scheme, Float8) else np.dtype(np.int8)
+    dtype = FLOAT8_E4M3FN if group.scheme.numbers == "float8" else np.dtype(np.int8)
     check(f"{module}.{_DATA}", data, dtype, data.shape, f"torchao {group.kind}")
     if "Intx" in group.kind:
         middle = 1 << group.bits - 1

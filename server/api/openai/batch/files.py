@@ -78,7 +78,7 @@ async def list_files(request: Request) -> Response:
     query = request.query_params
     files = server_of(request).files.files(owner_id(request))
     if "purpose" in query:
-        files = [each for each in files if each.purpose == query["purpose"]]
+        files = [file for file in files if file.purpose == query["purpose"]]
     if query.get("order", "desc") not in ("asc", "desc"):
         raise RequestError("order", "order must be asc or desc")
     if query.get("order") != "asc":
@@ -175,13 +175,13 @@ def page(query: QueryParams, items: Sequence[ListedT], *, limit: int, default: i
         raise RequestError("limit", f"limit must be a number from 1 to {limit}")
     start = 0
     if "after" in query:
-        start = next((index for index, each in enumerate(items, 1) if each.id == query["after"]), -1)
+        start = next((index for index, item in enumerate(items, 1) if item.id == query["after"]), -1)
         if start < 0:
             raise RequestError("after", f"after: there is no object {query['after'][:200]!r}")
     shown = items[start : start + int(text)]
     return {
         "object": "list",
-        "data": [each.as_dict() for each in shown],
+        "data": [item.as_dict() for item in shown],
         "first_id": shown[0].id if shown else None,
         "last_id": shown[-1].id if shown else None,
         "has_more": start + len(shown) < len(items),

@@ -43,7 +43,7 @@ class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     custom_id: str
     method: str
     url: str
-    body: msgspec.Raw  # JSON text for the endpoint
+    body: msgspec.Raw  # JSON text for the endpoint.
 
 
 class _Named(msgspec.Struct):
@@ -69,7 +69,7 @@ def parse_line(raw: bytes, number: int) -> BatchRequest:
     try:
         request = msgspec.json.decode(raw, type=BatchRequest)
         options = msgspec.json.decode(request.body, type=_Options)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # its custom_id may still be readable
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # Its custom_id may still be readable.
         raise LineError(_custom_id(raw), f"line {number} is not a batch request: {error}") from None
     if request.method != "POST":
         raise LineError(request.custom_id, f"method {request.method[:20]!r} is not supported; use POST")
@@ -135,8 +135,8 @@ async def in_order(
         while queued:
             yield await queued.popleft()
     finally:
-        for each in queued:
-            each.cancel()
+        for task in queued:
+            task.cancel()
         await asyncio.gather(*queued, return_exceptions=True)
 
 

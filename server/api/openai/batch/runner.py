@@ -50,19 +50,19 @@ class Batch(msgspec.Struct):
     """One batch, as it is stored. Times are Unix times in seconds."""
 
     id: str
-    owner: str  # see StoredFile
+    owner: str  # See StoredFile.
     endpoint: str
     input_file_id: str
     completion_window: str
-    window: int  # seconds of completion_window
+    window: int  # Seconds of completion_window.
     created_at: int
     metadata: dict[str, str] | None = None
-    output_seconds: int | None = None  # of output_expires_after
+    output_seconds: int | None = None  # Seconds of output_expires_after.
     status: str = "validating"
-    times: dict[str, int] = msgspec.field(default_factory=dict)  # status -> since when
+    times: dict[str, int] = msgspec.field(default_factory=dict)  # Status -> the time since which the batch has had it.
     errors: list[dict[str, Any]] = msgspec.field(default_factory=list)
-    files: dict[str, str] = msgspec.field(default_factory=dict)  # output, error -> file id
-    unfinished: dict[str, str] = msgspec.field(default_factory=dict)  # the same while they are written
+    files: dict[str, str] = msgspec.field(default_factory=dict)  # Kind of file, output or error -> file id.
+    unfinished: dict[str, str] = msgspec.field(default_factory=dict)  # The same while the files are written.
     total: int = 0
     completed: int = 0
     failed: int = 0
@@ -108,7 +108,7 @@ class BatchRunner:
     def __init__(self, state: ServerState, app: ASGIApp) -> None:
         self._state = state
         self._app = app
-        self._batches: dict[str, Batch] = {}  # oldest first
+        self._batches: dict[str, Batch] = {}  # All batches, oldest first.
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._line = FairLine(MAX_BATCHES, "batches")
         if state.config.files_dir is not None:
@@ -116,7 +116,7 @@ class BatchRunner:
 
     def batches(self, owner: str) -> list[Batch]:
         """Return the owner's batches, newest first."""
-        return [each for each in reversed(self._batches.values()) if each.owner == owner]
+        return [batch for batch in reversed(self._batches.values()) if batch.owner == owner]
 
     def get(self, batch_id: str, owner: str) -> Batch:
         """Return the owner's batch. Raise HttpError (404), also for another owner's."""
@@ -129,7 +129,7 @@ class BatchRunner:
         """Start a batch. Raise HttpError (429) if too many wait."""
         if len(self._batches) >= MAX_BATCHES:
             self._drop_oldest()
-        source = self._state.files.path(file).open("rb")  # it stays readable if the file is deleted
+        source = self._state.files.path(file).open("rb")  # The file stays readable if it is deleted.
         self._batches[batch.id] = batch
         self._save(batch)
         self._start(batch, source)
@@ -140,8 +140,8 @@ class BatchRunner:
 
     def go_on(self) -> None:
         """Go on with the batches of an earlier process. Called once, in the event loop."""
-        going_on = [each for each in self._batches.values() if not each.has_ended]
-        self._state.files.drop_unfinished([file_id for each in going_on for file_id in each.unfinished.values()])
+        going_on = [batch for batch in self._batches.values() if not batch.has_ended]
+        self._state.files.drop_unfinished([file_id for batch in going_on for file_id in batch.unfinished.values()])
         for batch in going_on:
             try:
                 source = self._state.files.path(self._state.files.get(batch.input_file_id, batch.owner)).open("rb")
@@ -159,9 +159,9 @@ class BatchRunner:
 
     def _drop_oldest(self) -> None:
         """Forget the oldest ended batch of the owner who has most of them. Raise HttpError (429) if none has ended."""
-        counts = Counter(each.owner for each in self._batches.values() if each.has_ended)
+        counts = Counter(batch.owner for batch in self._batches.values() if batch.has_ended)
         most = max(counts, key=counts.__getitem__, default=None)
-        ended = next((each for each in self._batches.values() if each.has_ended and each.owner == most), None)
+        ended = next((batch for batch in self._batches.values() if batch.has_ended and batch.owner == most), None)
         if ended is None:
             raise HttpError(429, f"{MAX_BATCHES} batches are waiting; try again when one has ended")
         del self._batches[ended.id]
@@ -175,7 +175,8 @@ class BatchRunner:
     def _save(self, batch: Batch) -> None:
         try:
             write_json(self._path(batch), batch)
-        except OSError:  # a full disk: the next process has an older state, and goes on after the answers that it finds
+        # A full disk: the next process has an older state, and goes on after the answers that it finds.
+        except OSError:
             logger.exception("batch %s: its state cannot be stored", batch.id)
 
     def _set(self, batch: Batch, status: str) -> None:
@@ -185,13 +186,13 @@ class BatchRunner:
 
     def _restore(self) -> None:
         """Read the batches of an earlier server process."""
-        found = []
+        batches = []
         for path in self._state.files.folder.glob("batch_*.json"):
             try:
-                found.append(msgspec.json.decode(path.read_bytes(), type=Batch))
+                batches.append(msgspec.json.decode(path.read_bytes(), type=Batch))
             except msgspec.DecodeError as error:
                 raise ConfigError("--files-dir", f"{path}: {error}; remove it, or use another folder") from None
-        for batch in sorted(found, key=lambda each: each.created_at):
+        for batch in sorted(batches, key=lambda batch: batch.created_at):
             self._batches[batch.id] = batch
 
     def _fail(self, batch: Batch, code: str, message: str) -> None:
@@ -206,7 +207,7 @@ class BatchRunner:
         try:
             with source, self._state.stopping.notifying(lambda: self._stop(batch)):
                 async with asyncio.timeout(batch.created_at + batch.window - time.time()):
-                    if batch.status == "cancelling":  # when the earlier process ended
+                    if batch.status == "cancelling":  # The earlier process ended while it cancelled the batch.
                         raise asyncio.CancelledError
                     if await self._check(batch, source):
                         async with self._line.turn(batch.owner, MAX_BATCHES):
@@ -341,7 +342,7 @@ def check_lines(source: IO[bytes], endpoint: str, max_bytes: int) -> tuple[int, 
     `max_bytes`: of a line; a longer one is not read to its end.
     """
     errors: list[dict[str, Any]] = []
-    seen: set[str] = set()
+    custom_ids: set[str] = set()
     total = 0
 
     def note(code: str, message: str, line: int | None = None, param: str | None = None) -> None:
@@ -365,10 +366,10 @@ def check_lines(source: IO[bytes], endpoint: str, max_bytes: int) -> tuple[int, 
             continue
         if request.url != endpoint:
             note("mismatched_url", f"url {request.url} is not the batch's endpoint {endpoint}", number, "url")
-        if request.custom_id in seen:
+        if request.custom_id in custom_ids:
             message = f"custom_id {request.custom_id[:100]!r} is used by an earlier line"
             note("duplicate_custom_id", message, number, "custom_id")
-        seen.add(request.custom_id)
+        custom_ids.add(request.custom_id)
     if not total:
         note("empty_file", "the file has no requests")
     return total, errors

@@ -38,8 +38,8 @@ class Upload:
         self._parse_options = parse_options_header
         self._header = [b"", b""]
         self._headers = dict[bytes, bytes]()
-        self._name = ""  # of the part that is being read
-        self._value: bytearray | None = None  # of a field that is being read
+        self._name = ""  # Name of the part that is being read.
+        self._value: bytearray | None = None  # Value of the field that is being read.
         self._size = 0
         self._ended = False
         callbacks: Any = {

@@ -151,9 +151,9 @@ def _item(conversation: StoredConversation, item_id: str) -> bytes:
     return item
 
 
-def _new_items(given: Sequence[Item]) -> list[Item]:
+def _new_items(new_items: Sequence[Item]) -> list[Item]:
     """Return the items to store, each with an id. Raise RequestError for references."""
-    items = items_of(given)
+    items = items_of(new_items)
     for number, item in enumerate(items):
         if isinstance(item, ItemReference):
             raise RequestError(f"items[{number}]", f"items[{number}]: send the item itself, not a reference")

@@ -400,9 +400,9 @@ class _MessagesFromItems:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._function_names: dict[str, str] = {}  # by call id
-        self._call_ids: dict[str, str] = {}  # by item id, of calls whose output may name either
-        self._current: dict[str, Any] | None = None  # assistant message that further items are added to
+        self._function_names: dict[str, str] = {}  # Call id -> name of the function.
+        self._call_ids: dict[str, str] = {}  # Item id -> call id, of calls whose output may name either.
+        self._current: dict[str, Any] | None = None  # The assistant message that further items are added to.
 
     def user_or_system(self, role: str, text: str) -> None:
         self._current = None

@@ -153,6 +153,10 @@ class _CallOutput(OutputItem):
         self._name = block.name if tool is None else tool.name
         self._namespace = None if tool is None else tool.namespace
 
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
+        """Yield nothing: the API has no events for the parts of most calls."""
+        yield from ()
+
 
 class _FunctionCallOutput(_CallOutput):
     def __init__(self, block: OutputBlock, tool: OfferedTool | None) -> None:
@@ -225,9 +229,6 @@ class _LocalShellCallOutput(_CallOutput):
             "status": self.status,
         }
 
-    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
-        yield from ()
-
 
 class _ToolSearchCallOutput(_CallOutput):
     """A search that the client runs. The API has no events for its parts."""
@@ -245,9 +246,6 @@ class _ToolSearchCallOutput(_CallOutput):
             "status": self.status,
         }
 
-    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
-        yield from ()
-
 
 def _object_of(arguments: str) -> dict[str, Any]:
     """Return the JSON object; an empty one for other text."""
@@ -260,13 +258,15 @@ def _object_of(arguments: str) -> dict[str, Any]:
 
 def _shell_action(arguments: str) -> dict[str, Any]:
     """Return the action of a local_shell_call. A command that is one text is run by a shell."""
-    given = _object_of(arguments)
-    command, directory, timeout, env = (given.get(key) for key in ("command", "working_directory", "timeout_ms", "env"))
+    command_arguments = _object_of(arguments)
+    command, directory, timeout, env = (
+        command_arguments.get(key) for key in ("command", "working_directory", "timeout_ms", "env")
+    )
     if isinstance(command, str):
         command = ["bash", "-lc", command]
     return {
         "type": "exec",
-        "command": [str(each) for each in command] if isinstance(command, list) else [],
+        "command": [str(word) for word in command] if isinstance(command, list) else [],
         "timeout_ms": timeout if isinstance(timeout, int | float) else None,
         "working_directory": directory if isinstance(directory, str) else None,
         "env": {str(key): str(value) for key, value in env.items()} if isinstance(env, dict) else {},
@@ -299,10 +299,10 @@ class ResponseView:
     """Which optional parts a response includes."""
 
     reasoning: bool = True
-    encrypted_content: bool = False  # of reasoning items
-    logprobs: int | None = None  # number of alternatives per token; None: no logprobs
+    encrypted_content: bool = False  # Whether reasoning items have encrypted content.
+    logprobs: int | None = None  # Number of alternatives per token; None: no logprobs.
     names: TokenNames
-    tools: Mapping[str, OfferedTool] = field(default_factory=dict)  # by name of the offered function
+    tools: Mapping[str, OfferedTool] = field(default_factory=dict)  # Name of the offered function -> tool.
 
 
 class ResponsesBuilder:
@@ -310,17 +310,17 @@ class ResponsesBuilder:
 
     def __init__(
         self,
-        fixed: dict[str, Any],  # fields that do not change while the response is generated
+        fixed: dict[str, Any],  # Fields that do not change while the response is generated.
         parser: DeltaParser,
         view: ResponseView,
     ) -> None:
         self._fixed = fixed
         self._parser = parser
         self._view = view
-        self.on_end: Callable[[], None] = lambda: None  # called once, however the response ends
+        self.on_end: Callable[[], None] = lambda: None  # It is called once, however the response ends.
         self._blocks = BlockBuilder()
         self._items: list[OutputItem] = []
-        self._logprobs: list[dict[str, Any]] = []  # of text that no event has reported yet
+        self._logprobs: list[dict[str, Any]] = []  # Log-probabilities of text that no event has reported yet.
         self._num_events = 0
         self._usage: dict[str, Any] | None = None
         self._output_tokens = 0

@@ -21,18 +21,16 @@ def page_of(
     entries: Sequence[EntryT],
     id_of: Callable[[EntryT], str],
     as_dict: Callable[[EntryT], dict[str, Any]],
-    *,
-    limit: int = 20,
-    order: str = "desc",
 ) -> dict[str, Any]:
-    """Return one page of `entries`, which are in ascending order. `limit`, `order`: the parameters' defaults.
+    """Return one page of `entries`, which are in ascending order.
 
-    Raise RequestError for an invalid parameter.
+    The parameters are after, before, limit (20 by default) and order (desc by default). Raise RequestError for an
+    invalid one.
     """
-    order = query.get("order", order)
+    order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise RequestError("order", "order must be asc or desc")
-    limit = _limit(query.get("limit", str(limit)))
+    limit = _limit(query.get("limit", "20"))
     ordered = list(entries) if order == "asc" else list(reversed(entries))
     positions = {id_of(entry): position for position, entry in enumerate(ordered)}
     start = _position("after", query, positions, -1) + 1

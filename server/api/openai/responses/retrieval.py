@@ -40,7 +40,7 @@ async def list_responses(request: Request) -> Response:
     query = request.query_params
     _note_ignored(request, state, ignored_parameters(query))
     stored = state.responses.of(owner_of(request.scope))
-    return json_response(page_of(query, stored, lambda each: each.id, lambda each: _decoded(each.body)))
+    return json_response(page_of(query, stored, lambda response: response.id, lambda response: _decoded(response.body)))
 
 
 @router.get("/v1/responses/{response_id}/input_items", response_model=None)

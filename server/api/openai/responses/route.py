@@ -30,7 +30,7 @@ from pagoda.server.api.openai.responses.output import ResponsesBuilder, Response
 from pagoda.server.api.openai.responses.request import ResponsesRequest
 from pagoda.server.api.openai.responses.retrieval import encoded_json, event_stream
 from pagoda.server.api.openai.responses.tools import OfferedTool
-from pagoda.server.http.body import note_ignored, read_body
+from pagoda.server.http.body import note_ignored
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.fields import TokenNames
 from pagoda.server.http.generation import Generation
@@ -45,7 +45,7 @@ from pagoda.server.http.response import (
     owner_of,
     respond,
 )
-from pagoda.server.http.state import ServerState, model_of, server_of
+from pagoda.server.http.state import ServerState, read_for_model
 from pagoda.server.http.stores.conversations import StoredConversation
 from pagoda.server.http.stores.responses import StoredResponse
 from pagoda.server.parsers.output_parser import DeltaParser
@@ -57,9 +57,7 @@ router = APIRouter(tags=["responses"])
 @router.post("/v1/responses", response_model=None)
 async def create_response(request: Request) -> Response:
     """Create a response: whole, streamed, or in the background."""
-    state = server_of(request)
-    body = await read_body(request, ResponsesRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, ResponsesRequest)
     stores = _stores(state, body)
     owner = owner_of(request.scope)
     response_id = _new_id(state, body, owner)
@@ -91,9 +89,7 @@ async def create_response(request: Request) -> Response:
 @router.post("/v1/responses/input_tokens", response_model=None)
 async def count_input_tokens(request: Request) -> Response:
     """Count the prompt tokens of a response without generating it."""
-    state = server_of(request)
-    body = await read_body(request, ResponsesRequest, state.config)
-    await model_of(state, body)
+    state, body, _ = await read_for_model(request, ResponsesRequest)
     context = _context_of(state, body, owner_of(request.scope))
     try:
         chat = await _prepared(request, state, body, context)
@@ -105,9 +101,7 @@ async def count_input_tokens(request: Request) -> Response:
 @router.post("/v1/responses/render", response_model=None)
 async def render_response(request: Request) -> Response:
     """Return the token ids and sampling parameters of a response without generating it."""
-    state = server_of(request)
-    body = await read_body(request, ResponsesRequest, state.config)
-    model = await model_of(state, body)
+    state, body, model = await read_for_model(request, ResponsesRequest)
     owner = owner_of(request.scope)
     context = _context_of(state, body, owner)
     try:
@@ -140,8 +134,8 @@ def _context_of(state: ServerState, body: ResponsesRequest, owner: bytes) -> _Co
         earlier = ITEMS.validate_json(b"[%b]" % b",".join(conversation.items.values()))
     else:
         earlier = _earlier_items(state, body.previous_response_id, owner)
-    given = _without_references(state, items_of(body.input), owner)
-    return _Context([*earlier, *with_ids(given)], len(earlier), conversation)
+    items = _without_references(state, items_of(body.input), owner)
+    return _Context([*earlier, *with_ids(items)], len(earlier), conversation)
 
 
 def _without_references(state: ServerState, items: list[Item], owner: bytes) -> list[Item]:
@@ -157,7 +151,7 @@ def _without_references(state: ServerState, items: list[Item], owner: bytes) -> 
                 f"input[{number}]: there is no stored item {item.id[:200]!r}; send the item itself, for example with "
                 "store false",
             )
-        resolved |= {each.id: each for each in ITEMS.validate_json(stored.items) if each.id}
+        resolved |= {item.id: item for item in ITEMS.validate_json(stored.items) if item.id}
     return [resolved[item.id] if isinstance(item, ItemReference) else item for item in items]
 
 
@@ -281,7 +275,7 @@ class _BackgroundRun:
         try:
             await cancel_on_disconnect(_never_disconnects, self._state.stopping, self._read(generation))
         except asyncio.CancelledError:
-            self._builder.cancel()  # by the client, or evicted from the store
+            self._builder.cancel()  # The client cancelled the response, or the store evicted it.
         except Exception as error:
             if not generation.accepted.is_set():
                 raise

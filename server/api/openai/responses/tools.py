@@ -42,10 +42,10 @@ class OfferedTool:
     """A tool as the model sees it: a function."""
 
     kind: Literal["function", "custom", "local_shell", "tool_search"] = "function"
-    path: str  # in the request, `tools[1].tools[0]`
-    name: str  # in the response
+    path: str  # Path in the request, such as `tools[1].tools[0]`.
+    name: str  # Name in the response.
     namespace: str | None = None
-    definition: Mapping[str, Any]  # {"description", "parameters", "strict"}
+    definition: Mapping[str, Any]  # An object {"description", "parameters", "strict"}.
 
     @property
     def function_name(self) -> str:
@@ -81,8 +81,8 @@ class FunctionTool(_ToolFields):
 
     def offered(self, path: str, namespace: str | None = None) -> Iterator[OfferedTool]:
         definition = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
-        known = {key: value for key, value in definition.items() if value is not None}
-        yield OfferedTool(path=path, name=self.name, namespace=namespace, definition=known)
+        set_keys = {key: value for key, value in definition.items() if value is not None}
+        yield OfferedTool(path=path, name=self.name, namespace=namespace, definition=set_keys)
 
     def shown(self) -> dict[str, Any]:
         return self.model_dump(include={"type", "name", "description", "parameters", "strict"})
@@ -93,7 +93,7 @@ class CustomToolFormat(RequestBody):
 
     type: Literal["text", "grammar"]
     definition: str | None = None
-    syntax: str | None = None  # "lark" or "regex"
+    syntax: str | None = None  # Syntax "lark" or "regex".
 
 
 class ResponsesCustomTool(_ToolFields):
@@ -151,7 +151,7 @@ class ToolSearchTool(_ToolFields):
     """A search for further tools. Offered if the client runs it; it returns the tools with an item."""
 
     type: Literal["tool_search"]
-    execution: str | None = None  # "client" or "server"
+    execution: str | None = None  # Place of execution, "client" or "server".
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -239,7 +239,7 @@ class AllowedTool(RequestBody):
     type: str
     name: str | None = None
     namespace: str | None = None
-    server_label: str | None = None  # of MCP servers, which are not offered
+    server_label: str | None = None  # Label of MCP servers, which are not offered.
 
 
 class AllowedChoice(RequestBody):
@@ -304,9 +304,9 @@ class CustomInputDecoder:
     """Decodes the arguments of a custom tool's function to the input text, piece by piece."""
 
     def __init__(self) -> None:
-        self.text = ""  # decoded so far
+        self.text = ""  # Text decoded so far.
         self._arguments = ""
-        self._rest: str | None = None  # undecoded end of the string; None: the string has not started
+        self._rest: str | None = None  # Undecoded end of the string; None: the string has not started.
 
     def feed(self, arguments: str) -> str:
         """Return the text that a piece of the arguments adds."""
@@ -322,7 +322,7 @@ class CustomInputDecoder:
         self._rest = self._rest[units.end() :]
         try:
             added = str(json.loads(f'"{units.group()}"', strict=False))
-        except ValueError:  # an escape that JSON does not have
+        except ValueError:  # An escape that JSON does not have.
             added = units.group()
         self.text += added
         return added

@@ -36,7 +36,7 @@ class Harmony:
 
 def _scan_messages(scanner: Scanner, output: ParserOutput, names: frozenset[str]) -> Scan[None]:
     outside = markers(_START, _CHANNEL, _MESSAGE, *_MESSAGE_CLOSE)
-    after_text = False  # the last message was for the user: the next one starts on a new line
+    after_text = False  # The last message was for the user: the next one starts on a new line.
     while marker := (yield from scanner.until(outside, output.content)):
         if marker in _MESSAGE_CLOSE:
             yield from scanner.take(len(marker))

@@ -58,7 +58,7 @@ def call_after_brace(scanner: Scanner, output: ParserOutput, *, unambiguous: boo
     """Scan one call after its opening brace."""
     name = own_id = ""
     committed = has_arguments = False
-    early: list[str] = []  # arguments before the name
+    early: list[str] = []  # Arguments before the name.
     yield from scanner.space()
     while not (yield from scanner.accept("}")):
         key = yield from json_text.read_string(scanner)
@@ -162,10 +162,10 @@ class NamedJson:
     section_end: str
     begin: str
     end: str
-    kind: str = ""  # optional text before the name
+    kind: str = ""  # Optional text before the name.
     name_end: str = ""
-    fence: str = ""  # optional opening of a code block around the arguments
-    ids: bool = False  # the name is written functions.name:number, which is also the call id
+    fence: str = ""  # Optional opening of a code block around the arguments.
+    ids: bool = False  # The name is written functions.name:number, which is also the call id.
 
     def brackets(self, _tools: Sequence[Tool]) -> tuple[Bracket, ...]:
         inner = (self.begin, self.kind, self.name_end, self.fence, self.end)
@@ -190,8 +190,8 @@ class NamedJson:
         name = yield from scan_name(scanner)
         if self.name_end:
             yield from scanner.expect(self.name_end)
-        own = _OWN_ID.fullmatch(name) if self.ids else None
-        output.call(own[1] if own else name, name if own and own[2] else None)
+        numbered = _OWN_ID.fullmatch(name) if self.ids else None
+        output.call(numbered[1] if numbered else name, name if numbered and numbered[2] else None)
         yield from scanner.space()
         if self.fence:
             yield from scanner.accept(self.fence)

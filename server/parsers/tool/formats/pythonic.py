@@ -29,7 +29,7 @@ class Pythonic:
 
     begin: str = ""
     end: str = ""
-    bare: bool = False  # the output may begin with an untagged list
+    bare: bool = False  # The output may begin with an untagged list.
 
     def parser(self, _tools: Sequence[Tool]) -> Parser:
         return GeneratorParser(self._scan)

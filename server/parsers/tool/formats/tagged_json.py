@@ -12,7 +12,7 @@ from pagoda.server.parsers.tool.formats import json_calls
 from pagoda.server.parsers.tool.generator_parser import GeneratorParser, ParserOutput, calls_in_text, try_calls
 from pagoda.server.parsers.tool.scanner import Malformed, Scan, Scanner
 
-_LINE: Final = "\n{"  # an untagged call at the beginning of a line
+_LINE: Final = "\n{"  # An untagged call at the beginning of a line.
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Tag:
 
     begin: str
     end: str = ""
-    unambiguous: bool = True  # `begin` never precedes anything but a call
+    unambiguous: bool = True  # The tag `begin` never precedes anything but a call.
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class TaggedJson:
     """Calls after any of `tags`."""
 
     tags: tuple[Tag, ...]
-    bare: bool = False  # the output may begin with an untagged call
-    lines: bool = False  # so may every line
-    keys: tuple[str, str] | None = None  # of name and arguments, if there is one call per tag
+    bare: bool = False  # The output may begin with an untagged call.
+    lines: bool = False  # Every line may begin with an untagged call.
+    single: bool = False  # Each tag has one call, so that it can be constrained.
 
     def brackets(self, tools: Sequence[Tool]) -> tuple[Bracket, ...]:
         if self.bare or self.lines or not all(tag.end for tag in self.tags):
             return ()
-        call = schema_of_call(tools, *self.keys) if self.keys else None
+        call = schema_of_call(tools, "name", "arguments") if self.single else None
         return tuple(Bracket(tag.begin, tag.end, call=call) for tag in self.tags)
 
     def parser(self, _tools: Sequence[Tool]) -> Parser:
@@ -64,16 +64,16 @@ class TaggedJson:
         yield from json_calls.calls(scanner, output, unambiguous=False)
 
 
-# Hermes, Qwen 2.5 and 3, Granite 4, ERNIE 4.5
-HERMES: Final = TaggedJson((Tag("<tool_call>", "</tool_call>"),), keys=("name", "arguments"))
+# This is the format of Hermes, Qwen 2.5 and 3, Granite 4 and ERNIE 4.5.
+HERMES: Final = TaggedJson((Tag("<tool_call>", "</tool_call>"),), single=True)
 LLAMA_JSON: Final = TaggedJson((Tag("<|python_tag|>"),), bare=True, lines=True)
 GRANITE: Final = TaggedJson((Tag("<|tool_call|>"), Tag("<tool_call>", "</tool_call>")), bare=True)
 GRANITE_20B_FC: Final = TaggedJson((Tag("<function_call>"),))
 PHI4_MINI: Final = TaggedJson((Tag("functools", unambiguous=False), Tag("<|tool_call|>", "<|/tool_call|>")))
-# Jamba, MiniMax M1, Hunyuan A13B
+# This is the format of Jamba, MiniMax M1 and Hunyuan A13B.
 JAMBA: Final = TaggedJson((Tag("<tool_calls>", "</tool_calls>"),))
 INTERNLM: Final = TaggedJson((Tag("<|action_start|><|plugin|>", "<|action_end|>"),))
-LONGCAT: Final = TaggedJson((Tag("<longcat_tool_call>", "</longcat_tool_call>"),), keys=("name", "arguments"))
+LONGCAT: Final = TaggedJson((Tag("<longcat_tool_call>", "</longcat_tool_call>"),), single=True)
 GIGACHAT3: Final = TaggedJson((Tag("<|message_sep|>\n\nfunction call<|role_sep|>\n"), Tag("<|function_call|>")))
 COMMAND: Final = TaggedJson((Tag("<|START_ACTION|>", "<|END_ACTION|>"),))
 XLAM: Final = TaggedJson(

@@ -35,20 +35,20 @@ from pagoda.server.parsers.tool.schemas import NULLABLE, STRING, SchemaShape, ar
 class TaggedParameters:
     """`call` name `name_end`, then per argument `key` name, one of `key_ends`, value `value_end`; then `call_end`."""
 
-    blocks: tuple[tuple[str, str], ...] = ()  # (begin, end) tags around calls, outermost first; models may omit them
-    kind: str = ""  # optional text before `call`, followed by a name
+    blocks: tuple[tuple[str, str], ...] = ()  # Tags (begin, end) around calls, outermost first; models may omit them.
+    kind: str = ""  # Optional text before `call`, followed by a name.
     call: str
     name_end: str = ""
-    head_end: str = ""  # end of the call's opening tag, after `name_end` and further attributes
+    head_end: str = ""  # End of the call's opening tag, after `name_end` and further attributes.
     key: str
     key_ends: tuple[str, ...]
-    json_ends: tuple[str, ...] = ()  # those of `key_ends` after which a value without a schema type is JSON
-    between: str = ""  # between key and value
+    json_ends: tuple[str, ...] = ()  # Those of `key_ends` after which a value without a schema type is JSON.
+    between: str = ""  # Text between key and value.
     value_end: str
-    quotes: tuple[str, str] = ("", "")  # optional quotes around a value, dropped
-    lines: bool = False  # values may be on separate lines
+    quotes: tuple[str, str] = ("", "")  # Optional quotes around a value, which are dropped.
+    lines: bool = False  # Values may be on separate lines.
     call_end: str
-    stripped: tuple[str, ...] = ()  # markup around content to drop
+    stripped: tuple[str, ...] = ()  # Markup around content to drop.
 
     def brackets(self, _tools: Sequence[Tool]) -> tuple[Bracket, ...]:
         """Return the outermost block, or the call if there are no blocks."""
@@ -94,7 +94,7 @@ class TaggedParameters:
             if self.between:
                 yield from scanner.space()
                 if not (yield from scanner.accept(self.between)):
-                    continue  # a key without a value
+                    continue  # The key has no value.
             output.arguments(f'{opening}"{json_text.escape(key)}": ')
             types = parameter_types(tools, name, key) or (frozenset() if end in self.json_ends else STRING)
             yield from self._value(scanner, output.arguments, types)
@@ -235,7 +235,7 @@ KIMI_K3: Final = TaggedParameters(
 
 # Arguments as nested elements: <a>1</a><b><c>x</c></b>. Every tag has a prefix, so that values need no escaping.
 
-_MIXED: Final = "$text"  # property for the text of an element that also has children
+_MIXED: Final = "$text"  # Property for the text of an element that also has children.
 
 
 @dataclass(slots=True)
@@ -341,8 +341,8 @@ def _object(element: Element, shape: SchemaShape) -> str:
     if element.text.strip():
         values.setdefault(_MIXED, []).append(as_json(element.text, STRING))
     members = (
-        f'"{json_text.escape(name)}": {each[0] if len(each) == 1 else "[" + ", ".join(each) + "]"}'
-        for name, each in values.items()
+        f'"{json_text.escape(name)}": {item[0] if len(item) == 1 else "[" + ", ".join(item) + "]"}'
+        for name, item in values.items()
     )
     return "{" + ", ".join(members) + "}"
 

@@ -47,14 +47,8 @@ from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Mlp, ModelSpec, Moe, Pooler, Router
-from pagoda.common.weights.quantization.tensors import (
-    Float8,
-    Int4,
-    Mxfp4,
-    QuantizedTensor,
-    Scheme,
-    random_quantized,
-)
+from pagoda.common.weights.quantization.schemes import Float8, Int4, Mxfp4, Scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, random_quantized
 from pagoda.kernels_pallas.chips import CHIPS
 
 RMS = Norm(1e-6)
@@ -112,7 +106,7 @@ def test_copies_of_states_read_all_sources_before_they_write() -> None:
             for number, cache in enumerate(backend._caches)
         )
         pairs = np.array([[1, 2], [2, 1], [1, 3], *extra], np.int32)
-        backend._copy_states({0: plan_with((pairs, np.zeros((0, 2), np.int32)))}, backend._programs)
+        backend._copy_states({0: plan_with((pairs, np.zeros((0, 2), np.int32)))}, backend._serving.programs)
         for number in arrays:
             blocks = np.asarray(backend._caches[number]).reshape(2, 24, -1)
             assert blocks[:, :5].min(-1).tolist() == blocks[:, :5].max(-1).tolist() == [[0, 2, 1, 1, 4]] * 2

@@ -37,18 +37,8 @@ from pagoda.common.engine.steps.shapes import StepShape, StepShapes
 from pagoda.common.errors import WeightError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.weights import dtypes
-from pagoda.common.weights.quantization.tensors import (
-    Activations,
-    Codes4,
-    Float8,
-    Int4,
-    Int8,
-    Mxfp4,
-    Nvfp4,
-    QuantizedTensor,
-    Scheme,
-    random_quantized,
-)
+from pagoda.common.weights.quantization.schemes import Activations, Codes4, Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, random_quantized
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.kernels_pallas.grouped_matmul.quantized import Numbers, QuantizedWeights
 from pagoda.server.cli import main

@@ -18,11 +18,12 @@ from pagoda.backends.reference.model.numerics import Numerics, numerics
 from pagoda.common.models.mixers import GatedDelta, LatentAttention
 from pagoda.common.models.primitives import Norm, Param
 from pagoda.common.models.rope import Rope
-from pagoda.common.models.spec import Mixer, Mlp, ModelSpec, Moe, Router
+from pagoda.common.models.shapes import params
+from pagoda.common.models.spec import Mixer, Mlp, ModelSpec, Moe, Router, Shortcut, SideMoe
 from pagoda.common.weights.dtypes import to_float32
 from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, adaptable
 from pagoda.common.weights.quantization.on_the_fly import quantize
-from pagoda.common.weights.quantization.tensors import Int8
+from pagoda.common.weights.quantization.schemes import Int8
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9]
 OPTIONS = LoraOptions(slots=3, max_rank=8, dtype="float32")
@@ -62,6 +63,14 @@ def adapter(matrices: dict[str, Param], rank: int, seed: int) -> AdapterWeights:
     return AdapterWeights(rank, factors)
 
 
+def experts_beside(spec: ModelSpec) -> ModelSpec:
+    """Mixtures beside the feed-forward block of the first layer and around the second."""
+    moe = Moe(4, Mlp(24, "silu", gated=True), Router(2, True))
+    first, second, *others = spec.layers
+    first = replace(first, side_moe=SideMoe(moe, Norm(1e-5)))
+    return replace(spec, layers=(first, replace(second, shortcut=Shortcut(moe, Norm(1e-5))), *others))
+
+
 SPECS = {
     "dense": DENSE,
     "tied": tiny_spec(),
@@ -99,6 +108,26 @@ def test_adapters_equal_merged_weights(name: str) -> None:
     torch.testing.assert_close(model.logits(PROMPT), plain, atol=1e-6, rtol=0)
     model.slot = None
     torch.testing.assert_close(model.logits(PROMPT), plain, atol=1e-6, rtol=0)
+
+
+@torch.inference_mode()
+def test_experts_beside_a_feed_forward_block_run_with_the_adapters_of_their_tokens() -> None:
+    """Files with such adapters are refused; the decoder gives those experts the tokens' slots all the same."""
+    spec = experts_beside(DENSE)
+    matrices = {name: param for name, param in params(spec).items() if ".moe.experts." in name}
+    slots = AdapterMatrices(OPTIONS, matrices, numerics("float32"))
+    first, second, *_ = PagedModel(spec, random_weights(spec), 64, adapters=slots).decoder.stack.layers
+    for slot in (0, 2):
+        slots.fill(slot, adapter(matrices, 8, seed=slot))
+    x = torch.randn(9, spec.width, generator=torch.Generator().manual_seed(0))
+    owners = torch.tensor([0, 2, -1, 2, 0, 1, -1, 2, 0])
+    for block in (lambda rows: first.side(rows, rows), second.shortcut):
+        with slots.active.of(TokenSlots(owners)):
+            together = block(x)
+        for token in range(len(x)):
+            with slots.active.of(TokenSlots(owners[token : token + 1])):
+                torch.testing.assert_close(together[token], block(x[token : token + 1])[0], atol=1e-5, rtol=1e-5)
+        assert (together - block(x))[owners == 2].abs().max() > 0.01
 
 
 @pytest.mark.parametrize("tokens", [7, 200])

@@ -33,7 +33,8 @@ from pagoda.common.models.spec import ModelSpec
 from pagoda.common.weights.checkpoint import open_checkpoint
 from pagoda.common.weights.gguf.dequantize import block_type, dequantize
 from pagoda.common.weights.gguf.file import GgufFile
-from pagoda.common.weights.quantization.tensors import Blocks, QuantizedTensor, take_matrix
+from pagoda.common.weights.quantization.schemes import Blocks
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, take_matrix
 from pagoda.common.weights.rules import apply_rules
 
 FLOAT32 = Numerics(torch.float32, torch.float32)

@@ -14,9 +14,9 @@ from support.engines.reference_engine import LIMITS, engine, generate, greedy_re
 
 from pagoda.backends.reference.backend import ReferenceBackend
 from pagoda.backends.reference.memory import allocate, copy_states
-from pagoda.backends.reference.model.mixers.gated_delta import CHUNK, chunked_rule, recurrent_rule
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.registry import load_backend
+from pagoda.backends.torch_decoder.mixers.gated_delta import CHUNK, chunked_rule, recurrent_rule
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, kv_layout
 from pagoda.common.models.mixers import Attention, GatedDelta, Mixer

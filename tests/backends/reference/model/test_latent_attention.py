@@ -243,7 +243,7 @@ def test_the_published_config_with_an_indexer() -> None:
         ({"q_lora_rank": None}, "q_lora_rank is null; the indexer needs low-rank queries"),
         ({"rope_interleave": False}, "rope_interleave is False; only True is supported"),
         ({"layer_types": ["full_attention"] * 61}, "layer_types is "),
-        ({"mlp_layer_types": ["dense"] * 60}, "mlp_layer_types is "),
+        ({"mlp_layer_types": ["dense"] * 60}, "mlp_layer_types has "),
         ({"n_group": 7}, "4 of 7 groups cannot be formed of 256 experts"),
     ],
 )

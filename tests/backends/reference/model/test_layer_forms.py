@@ -14,12 +14,12 @@ from support.engines.reference_driver import random_weights, tiny_spec
 from support.kernels.paged_model import PagedModel
 from support.suite.slow_matrix import thinned
 
-from pagoda.backends.reference.execution import make_packed
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.reference.model.numerics import numerics
 from pagoda.backends.reference.pooling import Encoder
 from pagoda.backends.reference.weights.load import Packer
 from pagoda.backends.registry import load_backend
+from pagoda.backends.torch_decoder.packed import make_packed
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling.values import PoolPlan
 from pagoda.common.errors import ModelError

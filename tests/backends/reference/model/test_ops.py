@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pagoda.backends.reference.model import ops
+from pagoda.backends.torch_decoder import functions
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.spec import ExpertGroups, Router, SparseMixer
 from pagoda.common.weights import dtypes
@@ -47,26 +48,28 @@ def test_rms_norm_rounds_like_transformers(family: str, name: str):
     with torch.no_grad():
         module.weight.normal_()
         x = (torch.randn(9, 64) * 3).bfloat16()
-        ours = ops.norm(x, Norm(1e-6, unit_offset=family == "gemma3"), module.weight)
+        ours = functions.norm(x, Norm(1e-6, unit_offset=family == "gemma3"), module.weight)
         assert torch.equal(ours, module(x))
 
 
 def test_layer_norm_and_its_unit_offset():
     x, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
-    plain = ops.norm(x, Norm(1e-5, kind="layer"), 1 + weight, bias)
+    plain = functions.norm(x, Norm(1e-5, kind="layer"), 1 + weight, bias)
     torch.testing.assert_close(plain, torch.nn.functional.layer_norm(x, (8,), 1 + weight, bias, 1e-5))
-    torch.testing.assert_close(ops.norm(x, Norm(1e-5, kind="layer", unit_offset=True), weight, bias), plain)
+    torch.testing.assert_close(functions.norm(x, Norm(1e-5, kind="layer", unit_offset=True), weight, bias), plain)
 
 
 def test_rope_turns_pairs_and_leaves_the_rest():
     x = torch.zeros(1, 1, 6)
     x[..., 0], x[..., 4] = 1.0, 7.0
-    turned = ops.apply_rope(x, torch.zeros(1, 2), torch.ones(1, 2), 4)  # a quarter turn
+    turned = functions.apply_rope(x, torch.zeros(1, 2), torch.ones(1, 2), 4)  # a quarter turn
     assert turned.flatten().tolist() == [0, 0, 1, 0, 7, 0]
 
 
 def test_softcap_bounds():
-    assert ops.softcap(torch.tensor([-1e9, 0.0, 1e-3, 1e9]), 5.0).tolist() == pytest.approx([-5.0, 0.0, 1e-3, 5.0])
+    assert functions.softcap(torch.tensor([-1e9, 0.0, 1e-3, 1e9]), 5.0).tolist() == pytest.approx(
+        [-5.0, 0.0, 1e-3, 5.0]
+    )
 
 
 def test_routing_weights():
@@ -156,8 +159,8 @@ def test_mix_experts_runs_each_on_its_own_rows():
 
 def test_select_takes_the_highest_scores_and_of_equal_ones_the_earlier():
     scores = torch.tensor([[1.0, 3.0, 2.0, 2.0, 9.0], [-1.0, -1.0, 0.0, -0.0, 5.0]])
-    assert ops.select(scores, None, 3).int().tolist() == [[0, 1, 1, 0, 1], [0, 0, 1, 1, 1]]
+    assert functions.select(scores, None, 3).int().tolist() == [[0, 1, 1, 0, 1], [0, 0, 1, 1, 1]]
     seen = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]).bool()
-    assert ops.select(scores, seen, 3).int().tolist() == [[0, 1, 1, 1, 0], [1, 1, 0, 0, 0]]
-    assert ops.select(scores, seen, 1).int().tolist() == [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
-    assert ops.select(torch.zeros(1, 5000), None, 2000)[0].nonzero().flatten().tolist() == list(range(2000))
+    assert functions.select(scores, seen, 3).int().tolist() == [[0, 1, 1, 1, 0], [1, 1, 0, 0, 0]]
+    assert functions.select(scores, seen, 1).int().tolist() == [[0, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
+    assert functions.select(torch.zeros(1, 5000), None, 2000)[0].nonzero().flatten().tolist() == list(range(2000))

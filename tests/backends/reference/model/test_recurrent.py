@@ -12,12 +12,13 @@ from support.engines.reference_driver import random_weights, tiny_spec
 from support.engines.reference_engine import LIMITS, engine, generate
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.kimi_delta import KDA_CHUNK, channel_rule
-from pagoda.backends.reference.model.mixers.mamba2 import SSD_CHUNK, chunked_scan, recurrent_scan
 from pagoda.backends.reference.model.mixers.rotary import RotaryTables
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.reference.model.numerics import numerics
 from pagoda.backends.reference.weights.load import Packer
+from pagoda.backends.torch_decoder.mixers.kimi_delta import KDA_CHUNK, channel_rule
+from pagoda.backends.torch_decoder.mixers.mamba2 import SSD_CHUNK, chunked_scan, recurrent_scan
+from pagoda.backends.torch_decoder.mixers.recurrence import Mix
 from pagoda.common.errors import ModelError
 from pagoda.common.models.mixers import (
     Attention,
@@ -95,12 +96,32 @@ def test_any_cut_of_a_sequence_gives_the_outputs_of_tokens_one_by_one(name: str,
     layer = Packer(spec, numerics("float32")).pack(random_weights(spec)).parts["layers.0.mixers.0"]
     x = torch.randn(2 * TOKENS, spec.width, generator=torch.Generator().manual_seed(0))
     rotations = RotaryTables(spec.ropes, TOKENS, torch.float32).at(torch.arange(TOKENS).repeat(2))
-    inputs = tuple(part.unflatten(0, (2, TOKENS)) for part in layer.project(x, rotations)[0])
+    (cache,) = MIXERS[name].caches()
+    recorded: list[tuple[tuple[Tensor, ...], Mix]] = []
+
+    class Recorder:
+        """Takes the place of a step's states."""
+
+        def __init__(self) -> None:
+            self.rotations = rotations
+
+        def update(self, inputs: tuple[Tensor, ...], mix: Mix) -> Tensor:
+            recorded.append((inputs, mix))
+            mixed, _ = mix(tuple(part[None] for part in inputs), torch.zeros(1, cache.block_elements(1)))
+            return mixed[0]
+
+    layer(x, Recorder())
+    ((flat, mix),) = recorded
+    inputs = tuple(part.unflatten(0, (2, TOKENS)) for part in flat)
 
     def run(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        state, outputs, begin = torch.randn(2, layer.elements, generator=torch.Generator().manual_seed(1)), [], 0
+        state, outputs, begin = (
+            torch.randn(2, cache.block_elements(1), generator=torch.Generator().manual_seed(1)),
+            [],
+            0,
+        )
         for length in lengths:
-            mixed, state = layer.mix(tuple(part[:, begin : begin + length] for part in inputs), state)
+            mixed, state = mix(tuple(part[:, begin : begin + length] for part in inputs), state)
             outputs.append(mixed)
             begin += length
         return torch.cat(outputs, 1), state

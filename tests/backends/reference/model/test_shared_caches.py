@@ -21,11 +21,12 @@ from pagoda.backends.registry import load_backend, load_pooling
 from pagoda.common.engine.kv_cache.spec import KvGroup, kv_layout
 from pagoda.common.engine.pooling.values import PoolingRules, PoolPlan
 from pagoda.common.errors import ModelError
+from pagoda.common.models.mixers import QueryGrowth
 from pagoda.common.models.mixers.caches import FullCache, WindowCache
 from pagoda.common.models.registry import spec_from_config, without_windows
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import ModelSpec, Pooler
+from pagoda.common.models.spec import Layer, ModelSpec, Pooler
 from pagoda.common.weights.checkpoint import open_checkpoint
 from pagoda.common.weights.rules import apply_rules
 
@@ -143,12 +144,21 @@ def test_a_cache_that_the_layer_cannot_read_is_an_error(layers: Any, owners: dic
         sharing(replace(tiny_spec(), layers=layers), owners)
 
 
+def with_growth(layer: Layer) -> Layer:
+    """The layer with queries that grow with their position."""
+    return replace(layer, mixers=(replace(layer.attention, query_growth=QueryGrowth(1.0, 4)),))
+
+
+GROWING = replace(SPEC, layers=tuple(with_growth(layer) for layer in SPEC.layers))
+
+
+@pytest.mark.parametrize("spec", [SPEC, GROWING], ids=["plain", "growing queries"])
 @pytest.mark.parametrize("backend", ["reference", "torch_cuda"])
-def test_pooling_reads_them_too(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pooling_reads_them_too(backend: str, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "torch_cuda":
         pytest.importorskip("triton")
         monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
-    spec = replace(SPEC, tied=True)
+    spec = replace(spec, tied=True)
     weights = dict(random_weights(spec))
     options = make_pooling_options(replace(spec, pooler=Pooler("all")), limits=LIMITS)
     pooling = load_pooling(backend).create(options)

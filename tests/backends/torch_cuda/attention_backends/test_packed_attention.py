@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import make_packed
-from pagoda.backends.reference.model.mixers.attention.packed import attend
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.backends.torch_cuda.model.mixers.attention import packed
 from pagoda.backends.torch_cuda.model.mixers.attention.packed import VarlenAttention
+from pagoda.backends.torch_decoder.mixers.packed_attention import attend
+from pagoda.backends.torch_decoder.packed import make_packed
 from pagoda.common.engine.pooling.values import PoolingRules, PoolPlan
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.rope import Rope

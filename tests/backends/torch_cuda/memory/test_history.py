@@ -13,13 +13,13 @@ from support.engines.reference_driver import Driver, random_weights, tiny_spec
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda import sampling
 from pagoda.backends.torch_cuda.device import CPU
-from pagoda.backends.torch_cuda.execution.warmup import PENALISED
 from pagoda.backends.torch_cuda.sampling import CudaSampler, TokenHistory
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineOutput, EngineRequest
-from pagoda.common.engine.sampling.rules import SamplerOptions, SamplingRules
+from pagoda.common.engine.sampling.processors import SamplerOptions
+from pagoda.common.engine.sampling.rules import PENALISED, SamplingRules
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8, 90]
 WORDS = SamplingRules(bad_words=((1, 2), (7,)))

@@ -19,7 +19,8 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.errors import ConfigError
-from pagoda.common.weights.quantization.tensors import Int8, random_quantized
+from pagoda.common.weights.quantization.schemes import Int8
+from pagoda.common.weights.quantization.tensors import random_quantized
 
 LIMITS = Limits(max_model_len=1 << 17, max_num_batched_tokens=8192, max_num_seqs=256, block_size=16)
 LAYOUT = kv_layout(tiny_spec(window=6), 16)

@@ -24,18 +24,8 @@ from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Moe, Norms, Router
-from pagoda.common.weights.quantization.tensors import (
-    Activations,
-    Float8,
-    Int4,
-    Int8,
-    Mxfp4,
-    Nvfp4,
-    QuantizedTensor,
-    Scheme,
-    Value,
-    random_quantized,
-)
+from pagoda.common.weights.quantization.schemes import Activations, Float8, Int4, Int8, Mxfp4, Nvfp4, Scheme
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, Value, random_quantized
 
 SHARDED = ("down", "o")
 """Last parts of the names of matrices whose inputs ranks share, each rounding its own."""
@@ -120,7 +110,9 @@ def quantised(spec: ModelSpec, scheme: Scheme) -> list[tuple[str, Value]]:
         if isinstance(scheme, Int4):
             offsets = value.scales * rng.integers(-4, 5, value.scales.shape).astype(np.float32)
             value = replace(value, offsets=offsets)
-        if getattr(scheme, "activations", None) is not None and scheme.activations.static:
+        if value.order is not None and ".experts." in name:
+            value = replace(value, order=rng.permuted(value.order, axis=-1))  # each expert has one of its own
+        if scheme.activations is not None and scheme.activations.static:
             value = replace(value, input_scale=np.full(array.shape[:-2], STATIC, np.float32))
         weights.append((name, value))
     return weights
@@ -131,7 +123,8 @@ def roundings(weights: list[tuple[str, Value]]) -> dict[str, Rounding]:
     rounded = {}
     for name, value in weights:
         if isinstance(value, QuantizedTensor) and ".experts." in name:
-            activations = value.scheme.activations  # type: ignore[union-attr]
+            activations = value.scheme.activations
+            assert activations is not None
             group = activations.group if isinstance(activations.group, int) else None
             rounded[name] = Rounding(activations.numbers, group, STATIC if activations.static else None)
     return rounded
@@ -187,7 +180,7 @@ def test_experts_stay_as_they_are_stored(kind: str, ranks: int, caplog: pytest.L
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("kind", [kind for kind, scheme in CASES.items() if getattr(scheme, "activations", None)])
+@pytest.mark.parametrize("kind", [kind for kind, scheme in CASES.items() if scheme.activations is not None])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rows_of_experts_are_rounded(kind: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the checkpoint says; ranks round their own part of the hidden values."""
@@ -204,6 +197,7 @@ def test_rows_of_experts_are_rounded(kind: str, ranks: int, monkeypatch: pytest.
     ("scheme", "ranks", "width"),
     [
         (Int4((1, 128), ordered=True), 1, 128),
+        (Int8((1, 128), ordered=True), 1, 128),
         (Int4((1, 32)), 4, 96),  # the second rank has inputs 24 to 47 of down
     ],
 )

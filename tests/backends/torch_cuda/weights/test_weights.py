@@ -24,7 +24,8 @@ from pagoda.common.models.spec import Mlp
 from pagoda.common.weights.dtypes import to_bfloat16
 from pagoda.common.weights.gguf.dequantize import BlockType, block_type
 from pagoda.common.weights.quantization.on_the_fly import is_matrix
-from pagoda.common.weights.quantization.tensors import Blocks, Int4, QuantizedTensor
+from pagoda.common.weights.quantization.schemes import Blocks, Int4
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 SPEC, MIXTURE = tiny_spec(), tiny_spec(moe=True)
 TOKENS = [5, 17, 3, 80, 41, 2, 9]

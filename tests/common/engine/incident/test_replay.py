@@ -75,7 +75,7 @@ def state_of(scheduler: Any) -> list[Any]:
             (each.request_id, each.row, len(each.outputs), [group.table for group in each.groups])
             for each in scheduler.running
         ],
-        sorted((each.request_id, each.status.name) for each in scheduler._requests.values()),
+        sorted((each.request_id, each.status.name) for each in scheduler.requests.values()),
         batch.computed.tolist(),
         batch.total.tolist(),
         [(pool.num_free, pool._next, pool._prev, list(pool._refs)) for pool in scheduler.kv.pools],
@@ -112,7 +112,7 @@ def test_snapshot_has_no_tokens_unless_asked() -> None:
     core.step()
     text = msgspec.json.encode(snapshot_of(core, "c")).decode()
     assert "987654" not in text
-    digest = core.journal._scheduler.request("secret").hashes[0].hex()  # type: ignore[union-attr]
+    digest = core.journal._scheduler.requests["secret"].hashes[0].hex()  # type: ignore[union-attr]
     assert digest[:24] not in text, "a plain digest could be compared with that of a guess"
     first, second = (snapshot_of(core, "c").events[0] for _ in range(2))
     assert isinstance(first, Added)

@@ -197,5 +197,5 @@ def test_sequences_of_a_request_share_their_prompt() -> None:
     first = engine_request("a", group="g")
     for index in range(5):
         steps.scheduler.add(replace(first, request_id=f"s{index}"))
-    prompts = {id(request.prompt) for request in steps.scheduler._requests.values()}
+    prompts = {id(request.prompt) for request in steps.scheduler.requests.values()}
     assert len(prompts) == 1

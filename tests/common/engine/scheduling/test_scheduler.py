@@ -824,7 +824,7 @@ class TestMasks:
         bench.scheduler.abort(["a"])
         bench.report(plan)
         assert (bench.plan().masked, bench.plan().masked) == (None, None)
-        assert bench.scheduler._masks.num_requests == 0
+        assert bench.scheduler.masks.num_requests == 0
 
 
 class TestEmbeds:
@@ -938,13 +938,13 @@ class TestIntegrity:
         bench.add("a", 3)
         bench.step()
         (request,) = bench.scheduler.running
-        bench.scheduler.running = []
+        bench.scheduler.running.clear()
         with pytest.raises(RuntimeError, match="3 rows are free with 0 requests running"):
             bench.scheduler.check_integrity()
         bench.scheduler._batch.release(request)
         with pytest.raises(RuntimeError, match="1 requests, 0 running, 0 waiting"):
             bench.scheduler.check_integrity()
-        bench.scheduler._requests.clear()
+        bench.scheduler.requests.clear()
         with pytest.raises(RuntimeError, match="nothing runs, yet only 63 blocks are free"):
             bench.scheduler.check_integrity()
 

@@ -105,9 +105,9 @@ def test_quick_masks_come_before_slow_ones() -> None:
 def test_a_grammar_that_fails_in_a_late_mask_ends_its_request_alone() -> None:
     machine = Machine(100)
     machine.add_masked(*MASKED)
-    while not machine.engine._scheduler._masks.has_late:
+    while not machine.engine._scheduler.masks.has_late:
         machine.step()
-    victim = next(iter(machine.engine._scheduler._masks._late.values()))
+    victim = next(iter(machine.engine._scheduler.masks._late.values()))
     state, usual = victim.mask_state, victim.mask_state.refresh
 
     def fail(grammar, outputs):
@@ -129,9 +129,9 @@ def test_a_grammar_that_fails_in_a_late_mask_ends_its_request_alone() -> None:
 def test_a_late_request_can_be_aborted() -> None:
     machine = Machine(100)
     machine.add_masked(*MASKED)
-    while not machine.engine._scheduler._masks.has_late:
+    while not machine.engine._scheduler.masks.has_late:
         machine.step()
     machine.engine.abort(MASKED)
-    assert not machine.engine._scheduler._masks.num_withheld
+    assert not machine.engine._scheduler.masks.num_withheld
     machine.run()
     machine.engine.check_integrity()

@@ -15,7 +15,8 @@ from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import to_float32
 from pagoda.common.weights.gguf.dequantize import block_type, dequantize, stored_dtype
 from pagoda.common.weights.gguf.groups import as_groups, group_format, write_values
-from pagoda.common.weights.quantization.tensors import Blocks, Int4, Int8, Mxfp4, Nvfp4, QuantizedTensor
+from pagoda.common.weights.quantization.schemes import Blocks, Int4, Int8, Mxfp4, Nvfp4
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 DEQUANTISABLE = sorted(gguf.quants._type_traits, key=int)
 OWN = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.MXFP4, Type.NVFP4)

@@ -10,12 +10,13 @@ from support.engines.reference_driver import random_weights, tiny_spec
 from support.suite.rows import each_row
 
 from pagoda.backends.reference.model.naive.model import NaiveModel
-from pagoda.common.models.mixers import Attention
+from pagoda.common.models.mixers import Attention, BlockIndexer, LightningAttention, Mixer
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.quantization.tensors import Int8, QuantizedTensor
+from pagoda.common.weights.quantization.schemes import Int8
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 from pagoda.common.weights.rope_order import half_split
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60]
@@ -23,7 +24,7 @@ PAIRS = Rope(1e4, 4, interleaved=True)
 ORDER = [0, 2, 1, 3, 4, 5]
 
 
-def spec(mixer: Attention) -> ModelSpec:
+def spec(mixer: Mixer) -> ModelSpec:
     layer = replace(tiny_spec().layers[0], mixers=(mixer,))
     return replace(tiny_spec(), layers=(layer,))
 
@@ -34,6 +35,23 @@ def test_the_reordered_weights_with_half_split_rope_compute_the_same(over: str |
     mixer = Attention(4, 2, 6, 0.4, PAIRS, qk_norm=norm, qk_norm_over=over or "per_head", qkv_bias=True)  # type: ignore[arg-type]
     pairs = spec(mixer)
     halves = spec(replace(mixer, rope=replace(PAIRS, interleaved=False)))
+    theirs = NaiveModel(pairs, random_weights(pairs)).logits(PROMPT)
+    ours = NaiveModel(halves, half_split(pairs, random_weights(pairs))).logits(PROMPT)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    assert not torch.allclose(NaiveModel(halves, random_weights(pairs)).logits(PROMPT), theirs, atol=1e-3)
+
+
+@each_row("kind", ["linear attention", "an indexer of blocks"])
+def test_other_mixers_are_reordered_too(kind: str) -> None:
+    norm = Norm(1e-5)
+
+    def model(rope: Rope) -> ModelSpec:
+        if kind == "linear attention":
+            return spec(LightningAttention(6, (0.9, 0.1), norm, qk_norm=norm, rope=rope))
+        return spec(Attention(4, 2, 8, 0.3, None, blocks=BlockIndexer(6, 2, 2, 1, rope, norm)))
+
+    pairs = model(PAIRS)
+    halves = model(replace(PAIRS, interleaved=False))
     theirs = NaiveModel(pairs, random_weights(pairs)).logits(PROMPT)
     ours = NaiveModel(halves, half_split(pairs, random_weights(pairs))).logits(PROMPT)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)

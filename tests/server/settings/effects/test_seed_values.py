@@ -64,7 +64,7 @@ def outcome(command: str, *words: str) -> Outcome:
             args = interface.parsers()[command].parse_args([*model, *backend, *words])
         resolved = resolve_settings(args, settings)
         for config in {setting.config for setting in settings.values()} - {*ENGINE_GROUPS.values()}:
-            build(config, resolved.values, settings.values())
+            build(config, {name: value for name, value in resolved.values.items() if settings[name].config is config})
         if not backend and "--backend" not in words:
             return Outcome(notes=resolved.notes, values=resolved.values)
         engine = EngineArgs.from_resolved(resolved).create_engine_config()

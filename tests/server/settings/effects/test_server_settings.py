@@ -359,6 +359,8 @@ def test_statistics_in_the_log(caplog: pytest.LogCaptureFixture, quiet: bool) ->
         life = asyncio.run_coroutine_threadsafe(serve._watch_engine(server.state, lambda: None), server._loop)
         eventually(lambda: server.get("/ready")[0] == 200)
         server.post("/v1/completions", TEXT | {"max_tokens": 20})
+        if not quiet:
+            eventually(lambda: "Avg generation throughput" in caplog.text)
         life.cancel()
     assert ("Avg generation throughput" in caplog.text) is not quiet
 

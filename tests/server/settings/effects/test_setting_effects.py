@@ -11,7 +11,7 @@ from support.engines.fake_engine import build
 
 from pagoda.backends.reference.backend import ReferenceBackend
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.engine.sampling.rules import USUAL
+from pagoda.common.engine.sampling.processors import USUAL
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.llm import LLM

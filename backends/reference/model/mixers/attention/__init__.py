@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pagoda.backends.reference.model.mixers.attention.block_sparse import PackedBlockAttention, PagedBlockAttention
+from pagoda.backends.reference.model.mixers.attention.block_sparse import PagedBlockAttention
 from pagoda.backends.reference.model.mixers.attention.packed import PackedAttention
 from pagoda.backends.reference.model.mixers.attention.paged import (
     InvariantHeads,
@@ -28,8 +28,4 @@ def _paged(spec: Attention, params: AttentionParams, caches: tuple[int, ...], bu
     return PagedAttention(spec, params, kind(spec, caches[0], params.sinks))
 
 
-def _packed(spec: Attention, params: AttentionParams, shared: int | None) -> MixerStep:
-    return PackedAttention(spec, params, shared) if spec.blocks is None else PackedBlockAttention(spec, params)
-
-
-ATTENTION: Final = MixerOps(Attention, load=load_attention, paged=_paged, packed=_packed)
+ATTENTION: Final = MixerOps(Attention, load=load_attention, paged=_paged, packed=PackedAttention)

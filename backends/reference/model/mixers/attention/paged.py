@@ -6,8 +6,7 @@ blocks that another one fills in the same step).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +14,12 @@ from torch import Tensor
 
 from pagoda.backends.reference.execution import CacheSpan, StepBatch
 from pagoda.backends.reference.memory import LayerCache
-from pagoda.backends.reference.model.mixers.attention.projection import AttentionParams, Projection, score_bias
+from pagoda.backends.reference.model.mixers.attention.projection import AttentionParams, Projection
 from pagoda.backends.reference.model.mixers.rotary import Rotations
-from pagoda.backends.reference.model.ops import query_growth, softcap, softmax
 from pagoda.backends.reference.programs.operators import CacheWriter, HeadShape, Operators
+from pagoda.backends.torch_decoder.functions import query_growth, softcap, softmax
+from pagoda.backends.torch_decoder.mixers.invariant_attention import KEYS, QUERIES, TileRules, attend_tiles, in_tiles
+from pagoda.backends.torch_decoder.mixers.packed_attention import score_bias
 from pagoda.common.models.mixers import Attention
 
 
@@ -109,79 +110,33 @@ def _at(bias: Tensor, tokens: int, length: int) -> Tensor:
     return bias[:, distance.clamp(min=0)]
 
 
-QUERIES: Final = 16
-KEYS: Final = 128
-
-
 class InvariantHeads(PagedHeads):
-    """Attention whose result for a token depends on its sequence alone: every product has one shape.
+    """Attention whose result for a token depends on its sequence alone; see `attend_tiles`."""
 
-    A sequence's queries are attended to QUERIES at a time, in float32. Keys are read in tiles of KEYS positions that
-    begin at multiples of KEYS, so that a query's scores are summed in the same order in whatever chunk it is computed.
-    Positions that it does not see add zeros.
-    """
+    def __init__(self, spec: Attention, number: int, sinks: Tensor | None = None) -> None:
+        super().__init__(spec, number, sinks)
+        self.rules = TileRules(
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=sinks,
+            slopes=None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes),
+            root=spec.alibi_root,
+            chunk=spec.chunk,
+            chunk_lookback=spec.chunk_lookback,
+        )
 
     def _attend_all(self, queries: Tensor, batch: StepBatch, spans: tuple[CacheSpan, ...], cache: LayerCache) -> Tensor:
         out = torch.empty(len(queries), self.spec.heads * self.spec.value_width, dtype=queries.dtype)
         for sequence, span in zip(batch.sequences, spans):
-            keys, values = (_in_tiles(span.read(array).float(), span.start) for array in cache.arrays)
+            keys, values = (in_tiles(span.read(array).float(), span.start) for array in cache.arrays)
             for begin in range(sequence.begin, sequence.end, QUERIES):
                 end = min(begin + QUERIES, sequence.end)
-                first = sequence.context + begin - sequence.begin
-                out[begin:end] = self._attend_tiles(queries[begin:end].float(), keys, values, first, span)
+                positions = torch.arange(end - begin) + (sequence.context + begin - sequence.begin)
+                first = span.start // KEYS * KEYS
+                heads = attend_tiles(queries[begin:end], positions, keys, values, first, self.rules)
+                out[begin:end] = heads.flatten(1)
         return out
-
-    def _attend_tiles(
-        self, queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], first: int, span: CacheSpan
-    ) -> Tensor:
-        """Queries [t, N, H] from position `first`, each tile's keys [K, KEYS, H], values [K, KEYS, V] -> [t, N*V]."""
-        spec = self.spec
-        count = len(queries)
-        q = F.pad(queries, (0, 0, 0, 0, 0, QUERIES - count)).view(QUERIES, spec.kv_heads, self.group, spec.head_dim)
-        q = q.permute(1, 2, 0, 3).reshape(spec.kv_heads, self.group * QUERIES, spec.head_dim)
-        positions = torch.arange(first, first + QUERIES)[:, None]
-        begin = span.start // KEYS * KEYS
-        scores = [
-            self._scores(q, tile, positions, torch.arange(at, at + KEYS)[None])
-            for at, tile in zip(range(begin, begin + len(keys) * KEYS, KEYS), keys)
-        ]
-        largest = torch.stack([tile.amax(-1, keepdim=True) for tile in scores]).amax(0)
-        total = torch.zeros_like(largest)
-        mixed = q.new_zeros(*q.shape[:-1], spec.value_width)
-        if self.sinks is not None:
-            sinks = self.sinks.float().view(spec.kv_heads, self.group, 1).expand(-1, -1, QUERIES).reshape(total.shape)
-            largest = largest.maximum(sinks)
-            total = (sinks - largest).exp()
-        for tile, value in zip(scores, values):
-            weights = (tile - largest).exp()
-            total += weights.sum(-1, keepdim=True)
-            mixed += weights @ value
-        heads = (mixed / total).view(spec.kv_heads, self.group, QUERIES, spec.value_width)
-        return heads.permute(2, 0, 1, 3)[:count].flatten(1)
-
-    def _scores(self, q: Tensor, keys: Tensor, queries_at: Tensor, keys_at: Tensor) -> Tensor:
-        """Return the scores [K, group * QUERIES, KEYS], -inf where a query does not see a key."""
-        spec = self.spec
-        scores = (q @ keys.transpose(-1, -2)) * spec.scale
-        if spec.softcap is not None:
-            scores = softcap(scores, spec.softcap)
-        scores = scores.view(spec.kv_heads, self.group, QUERIES, KEYS)
-        if spec.alibi_slopes is not None:
-            slopes = scores.new_tensor(spec.alibi_slopes).view(spec.kv_heads, self.group, 1, 1)
-            distance = (queries_at - keys_at).clamp(min=0)
-            scores = scores - slopes * (distance.sqrt() if spec.alibi_root else distance)
-        seen = keys_at <= queries_at
-        if spec.window is not None:
-            seen = seen & (keys_at > queries_at - spec.window)
-        if spec.chunk is not None:
-            seen = seen & (keys_at // spec.chunk >= queries_at // spec.chunk - spec.chunk_lookback)
-        return scores.masked_fill(~seen, float("-inf")).flatten(1, 2)
-
-
-def _in_tiles(array: Tensor, start: int) -> tuple[Tensor, ...]:
-    """Return K or V [K, length, H] of positions from `start` as tiles [K, KEYS, H], with zeros around."""
-    before = start % KEYS
-    return F.pad(array, (0, 0, before, -(before + array.shape[1]) % KEYS)).split(KEYS, 1)
 
 
 class PagedAttention:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from pagoda.backends.reference.model.linear import Linear
 from pagoda.backends.reference.model.mixers.rotary import Rotation
-from pagoda.backends.reference.model.ops import alibi, norm, sigmoid
+from pagoda.backends.reference.model.ops import sigmoid
 from pagoda.backends.reference.model.params import NormParams
 from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.backends.torch_decoder.functions import norm
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
 
@@ -64,12 +65,6 @@ def load_attention(weights: NamedWeights, prefix: str, mixer: Attention) -> Atte
 def _load_blocks(weights: NamedWeights, prefix: str) -> BlockIndexerParams:
     q, k = (weights.linear(f"{prefix}.{part}") for part in "qk")
     return BlockIndexerParams(q, k, weights.take_wide(f"{prefix}.q_norm"), weights.take_wide(f"{prefix}.k_norm"))
-
-
-def score_bias(spec: Attention, queries: int, keys: int, like: Tensor) -> Tensor:
-    """Return what ALiBi adds to the scores; see `alibi`."""
-    assert spec.alibi_slopes is not None, "the mixer has ALiBi"
-    return alibi(spec.alibi_slopes, queries=queries, keys=keys, like=like, causal=spec.causal, root=spec.alibi_root)
 
 
 class Projection:

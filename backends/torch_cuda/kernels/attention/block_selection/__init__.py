@@ -13,8 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import select_blocks
 from pagoda.backends.torch_cuda.kernels.attention.block_selection import kernel
+from pagoda.backends.torch_decoder.functions import select_blocks
 from pagoda.common.models.mixers import BlockIndexer
 
 __all__ = ["SelectedPages", "select_pages"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import softcap as capped
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention import kernel
 from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules
 from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList, fixed_work, pieces_for, pieces_of_each
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
+from pagoda.backends.torch_decoder.functions import softcap as capped
 
 __all__ = ["PagedDecode", "choose_pieces", "decode_attention", "even_pieces"]
 

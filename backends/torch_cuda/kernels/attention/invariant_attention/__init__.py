@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import softcap as capped
 from pagoda.backends.torch_cuda.kernels.attention.invariant_attention import kernel
 from pagoda.backends.torch_cuda.kernels.attention.invariant_attention.kernel import (
     SequenceTokens,
@@ -18,15 +14,9 @@ from pagoda.backends.torch_cuda.kernels.attention.invariant_attention.kernel imp
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import check_caches, gather
 from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
+from pagoda.backends.torch_decoder.mixers.invariant_attention import KEYS, QUERIES, TileRules, attend_tiles, in_tiles
 
 __all__ = ["SequenceTokens", "invariant_attention", "query_tile", "span_tokens"]
-
-QUERIES: Final = 16
-KEYS: Final = 128
-"""Rows and columns of the products of the plain torch definition."""
-
-_NOTHING: Final = -1e30
-"""A masked score: finite, so that the difference of two is not NaN."""
 
 
 def invariant_attention(
@@ -75,6 +65,7 @@ def invariant_attention_reference(
 ) -> Tensor:
     """Multiply QUERIES rows and KEYS keys at a time, in float32; tiles of keys begin at multiples of KEYS."""
     k_scale, v_scale = (1.0 if x is None else x.item() for x in (rules.k_scale, rules.v_scale))
+    tiles = TileRules(rules.scale, rules.window, rules.softcap, rules.sinks, rules.slopes, rules.root)
     for sequence, rows, end, real in tokens.spans():
         if end <= 0:
             out[rows] = 0
@@ -82,54 +73,9 @@ def invariant_attention_reference(
         positions = torch.arange(end - (rows.stop - rows.start), end)
         first = 0 if rules.window is None else max(0, end - real - rules.window + 1)
         caches = (keys, k_scale), (values, v_scale)
-        k, v = (_tiles(gather(cache, tables[sequence], first, end).float() * by, first) for cache, by in caches)
+        k, v = (in_tiles(gather(cache, tables[sequence], first, end).float() * by, first) for cache, by in caches)
         for begin in range(rows.start, rows.stop, QUERIES):
             part = slice(begin, min(begin + QUERIES, rows.stop))
-            at = positions[part.start - rows.start : part.stop - rows.start]
-            out[part] = _attend_tiles(q[part], at, k, v, first // KEYS * KEYS, rules).to(out.dtype)
+            queries_at = positions[part.start - rows.start : part.stop - rows.start]
+            out[part] = attend_tiles(q[part], queries_at, k, v, first // KEYS * KEYS, tiles).to(out.dtype)
     return out
-
-
-def _tiles(array: Tensor, start: int) -> tuple[Tensor, ...]:
-    """Return K or V [K, length, H] of positions from `start` as tiles [K, KEYS, H], with zeros around."""
-    before = start % KEYS
-    return F.pad(array, (0, 0, before, -(before + array.shape[1]) % KEYS)).split(KEYS, 1)
-
-
-def _attend_tiles(
-    q: Tensor,
-    positions: Tensor,
-    keys: tuple[Tensor, ...],
-    values: tuple[Tensor, ...],
-    begin: int,
-    rules: ScoreRules,
-) -> Tensor:
-    """Return float32 [t, N, V] of q [t, N, H] at positions [t] over tiles [K, KEYS, H or V] from position `begin`."""
-    count, heads, dim = q.shape
-    kv_heads = keys[0].shape[0]
-    padding = QUERIES - count
-    rows = F.pad(q.float(), (0, 0, 0, 0, 0, padding)).view(QUERIES, kv_heads, -1, dim).permute(1, 2, 0, 3)
-    at = F.pad(positions, (0, padding), value=-1)[:, None]
-    by_head = (kv_heads, heads // kv_heads, 1, 1)
-    scores = []
-    for index, tile in enumerate(keys):
-        behind = at - torch.arange(begin + index * KEYS, begin + (index + 1) * KEYS)
-        score = torch.matmul(rows.flatten(1, 2), tile.mT).view(*by_head[:2], QUERIES, KEYS) * rules.scale
-        score = score if rules.softcap is None else capped(score, rules.softcap)
-        if rules.slopes is not None:
-            score = score - rules.slopes.view(by_head) * (behind.clamp(min=0).sqrt() if rules.root else behind)
-        seen = behind >= 0 if rules.window is None else (behind >= 0) & (behind < rules.window)
-        scores.append(score.masked_fill(~seen, _NOTHING))
-    top = torch.stack([score.amax(-1, keepdim=True) for score in scores]).amax(0)
-    total = torch.zeros_like(top)
-    mixed = rows.new_zeros(*rows.shape[:3], values[0].shape[2])
-    if rules.sinks is not None:
-        sinks = rules.sinks.float().view(by_head)
-        top = top.maximum(sinks)
-        total = (sinks - top).exp()
-    for score, value in zip(scores, values):
-        weights = (score - top).exp().masked_fill(score == _NOTHING, 0)
-        total = total + weights.sum(-1, keepdim=True)
-        mixed = mixed + torch.matmul(weights.flatten(1, 2), value).view(mixed.shape)
-    heads_first = mixed / total.where(total > 0, 1)
-    return heads_first.permute(2, 0, 1, 3)[:count].flatten(1, 2)

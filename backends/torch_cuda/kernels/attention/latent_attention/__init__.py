@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import norm
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention import MAX_QUERY_LEN, decode_attention_reference
 from pagoda.backends.torch_cuda.kernels.attention.latent_attention import kernel
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import NormWeights, rotated
 from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules
 from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList, fixed_work, pieces_for, pieces_of_each
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
+from pagoda.backends.torch_decoder.functions import norm
 from pagoda.common.models.primitives import Norm
 
 __all__ = ["choose_latent_pieces", "even_latent_pieces", "latent_decode", "latent_selected", "write_latents"]

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import softcap as capped
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import kernel
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention.kernel import make_tiles, query_tile
 from pagoda.backends.torch_cuda.kernels.attention.shared import ScoreRules
 from pagoda.backends.torch_cuda.kernels.attention.work_list import NO_SEQUENCE
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip, Settings
+from pagoda.backends.torch_decoder.functions import softcap as capped
 
 __all__ = ["PagedPrefill", "make_tiles", "prefill_attention", "query_tile"]
 

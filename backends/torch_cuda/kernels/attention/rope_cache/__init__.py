@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import apply_rope, norm
 from pagoda.backends.torch_cuda.kernels.attention.rope_cache import kernel
 from pagoda.backends.torch_cuda.kernels.frame.fp8_convert import saturated
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS, Chip
+from pagoda.backends.torch_decoder.functions import apply_rope, norm
 from pagoda.common.models.primitives import Norm
 
 __all__ = ["NormWeights", "RopeCache", "rope_queries", "rotated"]

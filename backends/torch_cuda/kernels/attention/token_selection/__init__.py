@@ -7,8 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import select
 from pagoda.backends.torch_cuda.kernels.attention.token_selection import kernel
+from pagoda.backends.torch_decoder.functions import select
 
 __all__ = ["select_tokens"]
 

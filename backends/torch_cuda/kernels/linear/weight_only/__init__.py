@@ -7,9 +7,9 @@ from torch import Tensor
 from pagoda.backends.torch_cuda.kernels.frame.launch import Chip
 from pagoda.backends.torch_cuda.kernels.linear.weight_only import kernel
 from pagoda.backends.torch_cuda.kernels.linear.weight_only.kernel import FEW
-from pagoda.backends.torch_cuda.kernels.linear.weight_only.packing import PackedMatrix, Scheme, pack, unpack
+from pagoda.backends.torch_cuda.kernels.linear.weight_only.packing import PackedMatrix, pack, unpack
 
-__all__ = ["FEW", "PackedMatrix", "Scheme", "pack", "unpack", "weight_only_linear"]
+__all__ = ["FEW", "PackedMatrix", "pack", "unpack", "weight_only_linear"]
 
 
 def weight_only_linear(x: Tensor, packed: PackedMatrix, bias: Tensor | None, *, use_kernel: bool, chip: Chip) -> Tensor:

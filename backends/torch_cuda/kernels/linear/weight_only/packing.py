@@ -11,18 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.frame.fp8_convert import decoded
-from pagoda.common.weights.quantization.tensors import E2M1, Activations
-
-Scheme = Literal["int8", "int4", "fp8", "mxfp4", "nvfp4", "nf4", "fp4"]
-
-GROUPS: Final = (128, 64, 32)
-"""Supported int4 group sizes."""
+from pagoda.backends.torch_cuda.schemes import KernelScheme
+from pagoda.common.weights.quantization.schemes import E2M1, INT4_GROUPS, Activations
 
 CODES: Final = ("mxfp4", "nvfp4", "nf4", "fp4")
 """Schemes whose numbers of 4 bits index a table of values."""
@@ -62,7 +58,7 @@ class PackedMatrix:
     Floats are float16, bfloat16 or float32. Integer offsets are in units of the scale.
     """
 
-    scheme: Scheme
+    scheme: KernelScheme
     data: Tensor
     scale: Tensor
     inputs: int
@@ -125,7 +121,7 @@ class PackedMatrix:
         return self.replaced({name: tensor[index] for name, tensor in self.tensors.items() if name != "table"})
 
 
-def pack(weight: Tensor, scheme: Scheme, group: int = GROUPS[0]) -> PackedMatrix:
+def pack(weight: Tensor, scheme: KernelScheme, group: int = INT4_GROUPS[0]) -> PackedMatrix:
     """Quantize a matrix, or a stack of them, [..., O, I] on its device, to int8, fp8 or int4.
 
     Raise ValueError for other schemes, which only checkpoints have, and an unsupported int4 group.
@@ -134,8 +130,8 @@ def pack(weight: Tensor, scheme: Scheme, group: int = GROUPS[0]) -> PackedMatrix
     """
     if scheme in CODES:
         raise ValueError(f"{scheme} matrices come from checkpoints")
-    if scheme == "int4" and group not in GROUPS:
-        raise ValueError(f"int4 groups have {', '.join(map(str, GROUPS))} inputs, not {group}")
+    if scheme == "int4" and group not in INT4_GROUPS:
+        raise ValueError(f"int4 groups have {', '.join(map(str, INT4_GROUPS))} inputs, not {group}")
     if weight.ndim > 2:
         return _joined(torch.stack, [pack(part, scheme, group) for part in weight])
     rows = max(1, _CHUNK_NUMBERS // weight.shape[1])
@@ -153,7 +149,7 @@ def _joined(
     return parts[0].replaced({name: join([each[name] for each in tensors], axis) for name, axis in axes.items()})
 
 
-def _pack_channels(weight: Tensor, scheme: Scheme) -> PackedMatrix:
+def _pack_channels(weight: Tensor, scheme: KernelScheme) -> PackedMatrix:
     largest = _LARGEST[scheme]
     wide = weight.float()
     scale = wide.abs().amax(-1) / largest

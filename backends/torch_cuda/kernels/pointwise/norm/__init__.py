@@ -8,10 +8,10 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.model import ops
 from pagoda.backends.torch_cuda.kernels.frame.fp8_convert import empty_rows, native, quantised_rows
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS, Chip
 from pagoda.backends.torch_cuda.kernels.pointwise.norm import kernel
+from pagoda.backends.torch_decoder import functions
 from pagoda.common.models.primitives import Norm
 
 __all__ = ["RowNorm"]
@@ -24,7 +24,7 @@ MAX_WIDTH: Final = 32768
 class RowNorm:
     """A norm with its weights [D], which stay where they are.
 
-    `unit_offset`: multiply by 1 + weight. Computed in float32, rounded where `backends.reference.ops.norm` rounds.
+    `unit_offset`: multiply by 1 + weight. Computed in float32, rounded where `torch_decoder.functions.norm` rounds.
     `chip` selects the float8 conversion. Raise ValueError for other shapes or types.
     """
 
@@ -118,7 +118,7 @@ def norm_reference(
     residual: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     total = x if residual is None else x + residual
-    return ops.norm(total, Norm(eps, kind, unit_offset, bias is not None), weight, bias), total
+    return functions.norm(total, Norm(eps, kind, unit_offset, bias is not None), weight, bias), total
 
 
 def norm_quantised_reference(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backends.torch_cuda.kernels.recurrent.causal_convolution import kernel
 from pagoda.backends.torch_cuda.kernels.recurrent.causal_convolution.kernel import ConvolutionWeights
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import StateStep
+from pagoda.backends.torch_decoder.mixers.recurrence import Convolution
 
 __all__ = ["ConvolutionWeights", "causal_convolution"]
 
@@ -37,13 +37,11 @@ def causal_convolution(
         raise ValueError("the convolution's weights must be contiguous")
     if use_kernel:
         return kernel.causal_convolution(x, step, weights, gates)
+    convolve = Convolution.of(weights.conv, weights.bias)
     out = x.new_zeros(x.shape)
     for rows, block, before in step.sequences():
         inputs = x[rows].float() if gates is None else gates[0][rows].float() * x[rows].float()
-        seen = torch.cat((before[:size].view(channels, -1), inputs.T), 1)  # [C, taps - 1 + T]
-        mixed = (seen.unfold(1, taps, 1) * weights.conv[:, 0, None].float()).sum(-1).T
-        if weights.bias is not None:
-            mixed = mixed + weights.bias.float()
-        out[rows] = F.silu(mixed) if gates is None else gates[1][rows].float() * mixed
-        step.states[block, :size] = seen[:, inputs.shape[0] :].flatten()
+        mixed, tail = convolve(inputs[None], before[None, :size])
+        out[rows] = F.silu(mixed[0].T) if gates is None else gates[1][rows].float() * mixed[0].T
+        step.states[block, :size] = tail[0]
     return out

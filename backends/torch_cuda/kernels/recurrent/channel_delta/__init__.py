@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.kimi_delta import channel_rule
-from pagoda.backends.reference.model.ops import l2_norm
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS, Chip
 from pagoda.backends.torch_cuda.kernels.recurrent.channel_delta import kernel
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_delta.kernel import DeltaWeights
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import StateStep
+from pagoda.backends.torch_decoder.mixers.kimi_delta import KimiDeltaRule
+from pagoda.backends.torch_decoder.mixers.recurrence import Convolution
 from pagoda.common.models.mixers import KimiDelta
 
 __all__ = ["channel_delta"]
@@ -45,31 +43,6 @@ def channel_delta(
     step.check(cache.block_elements(1))
     if use_kernel:
         return kernel.launch(qkv, beta, decay, step, spec, weights, chip)
-    out = qkv.new_zeros(tokens, width)
-    for rows, block, before in step.sequences():
-        inputs = qkv[rows].float(), beta[rows].float(), decay[rows].float()
-        out[rows], step.states[block] = _sequence(*inputs, before, spec, weights)
-    return out
-
-
-def _sequence(
-    qkv: Tensor, beta: Tensor, decay: Tensor, before: Tensor, spec: KimiDelta, weights: DeltaWeights
-) -> tuple[Tensor, Tensor]:
-    """Return the heads [T, N*H] of one sequence and its state after the tokens, in float32."""
-    tail, state = before.split([spec.tail_elements, len(before) - spec.tail_elements])
-    seen = torch.cat((tail.view(3 * spec.width, -1), qkv.T), 1)  # [C, taps - 1 + T]
-    mixed = F.silu((seen.unfold(1, spec.taps, 1) * weights.conv[:, 0, None].float()).sum(-1))
-    q, k, v = (part.unflatten(0, (spec.heads, -1)).mT[None] for part in mixed.chunk(3))
-    shifted = (decay + weights.decay_offset).unflatten(1, (spec.heads, -1)).transpose(0, 1)
-    rate = weights.decay_rate.exp()[:, None, None]
-    bound = spec.decay_bound
-    log_decay = -rate * F.softplus(shifted) if bound is None else bound * (rate * shifted).sigmoid()
-    heads, after = channel_rule(
-        l2_norm(q) * spec.head_dim**-0.5,
-        l2_norm(k),
-        v,
-        beta.T.sigmoid()[None],
-        log_decay[None],
-        state.view(1, spec.heads, spec.head_dim, spec.head_dim),
-    )
-    return heads[0].transpose(0, 1).flatten(1), torch.cat((seen[:, len(qkv) :].flatten(), after.flatten()))
+    convolve = Convolution.of(weights.conv, None)
+    rule = KimiDeltaRule(spec, convolve, decay_rate=weights.decay_rate, decay_offset=weights.decay_offset)
+    return step.update(rule.inputs(qkv, beta, decay), rule.mix, qkv.new_zeros(tokens, width))

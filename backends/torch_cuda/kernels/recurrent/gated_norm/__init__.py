@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import norm
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_norm import kernel
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_norm.kernel import GatedNorm
+from pagoda.backends.torch_decoder.functions import norm
 from pagoda.common.models.primitives import Norm
 
 __all__ = ["GatedNorm", "activated", "gated_norm"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.mamba2 import chunked_scan, recurrent_scan
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS, Chip
 from pagoda.backends.torch_cuda.kernels.recurrent.linear_scan import kernel
 from pagoda.backends.torch_cuda.kernels.recurrent.linear_scan.kernel import (
@@ -15,6 +14,7 @@ from pagoda.backends.torch_cuda.kernels.recurrent.linear_scan.kernel import (
     mamba2_shape,
 )
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import StateStep
+from pagoda.backends.torch_decoder.mixers.mamba2 import chunked_scan, recurrent_scan
 
 __all__ = ["DecayWeights", "ScanShape", "lightning_shape", "linear_scan", "mamba2_shape"]
 

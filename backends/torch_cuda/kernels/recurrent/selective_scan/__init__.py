@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.mamba import selective_scan as scan
 from pagoda.backends.torch_cuda.kernels.recurrent.selective_scan import kernel
 from pagoda.backends.torch_cuda.kernels.recurrent.selective_scan.kernel import Selection, SelectiveWeights
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import StateStep
+from pagoda.backends.torch_decoder.mixers.mamba import selective_scan as scan
 
 __all__ = ["Selection", "SelectiveWeights", "selective_scan"]
 

@@ -37,6 +37,8 @@ ATTENTION: Final = CudaMixerOps(
     _paged,
     CudaPackedAttention,
     fused={**PROJECTIONS, **dict.fromkeys(("q_adapter", "k_adapter", "v_adapter"), "adapter")},
+    matrices=frozenset({"qkv", "gate", "out"}),
+    small_matrices=frozenset({"blocks.q", "blocks.k"}),
     key_heads=lambda spec: spec.kv_heads,
     only_reader=_only_reader,
     fixed_shapes=lambda spec: spec.blocks is None,

@@ -1,4 +1,4 @@
-"""Grouped-query attention to the blocks of tokens that an indexer selects, over a paged cache and within prompts.
+"""Grouped-query attention to the blocks of tokens that an indexer selects, over a paged cache.
 
 A KV head's selected blocks are a sequence with a block table of its own, so decode attention computes prefills, too.
 """
@@ -6,13 +6,12 @@ A KV head's selected blocks are a sequence with a block table of its own, so dec
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts
-from pagoda.backends.reference.model.ops import select_blocks
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.attention.block_selection import SelectedPages, select_pages
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention import decode_attention, even_pieces
@@ -22,38 +21,23 @@ from pagoda.backends.torch_cuda.model.mixers.attention.paged import CudaAttentio
 from pagoda.backends.torch_cuda.model.mixers.interface import RotaryTables
 from pagoda.backends.torch_cuda.model.mixers.latent_attention import contexts
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
+from pagoda.backends.torch_decoder.mixers.indexer import BlockSelector, IndexProjection
 from pagoda.common.models.mixers import Attention, BlockIndexer
 
 MAX_SEQUENCES: Final = 65535
 """Sequences of a launch of decode attention, the extent of a grid's last axis."""
 
 
-class CudaBlockIndex:
-    """One layer's projections to the keys and queries that select blocks; a rank has the queries of its KV heads."""
-
-    def __init__(
-        self,
-        attention: Attention,
-        spec: BlockIndexer,
-        tables: RotaryTables,
-        build: CudaBuildContext,
-        prefix: str,
-    ) -> None:
-        self.spec = spec
-        self.cos_sin = tables[spec.rope]
-        self.heads = build.shard.share(attention.kv_heads)
-        self.q = build.linear(f"{prefix}.blocks.q")
-        self.k = build.linear(f"{prefix}.blocks.k")
-        self.q_norm, self.k_norm = (build.norm(spec.norm, f"{prefix}.blocks.{part}_norm") for part in "qk")
-
-    def keys(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return the keys [T, H] of x [T, D]."""
-        return rotated(self.k_norm(self.k(x), None)[0][:, None], positions, self.cos_sin)[:, 0]
-
-    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return the queries [T, K, H] of x [T, D]."""
-        normed = self.q_norm(self.q(x).view(-1, self.spec.head_dim), None)[0]
-        return rotated(normed.view(len(x), self.heads, -1), positions, self.cos_sin)
+def block_index(spec: BlockIndexer, attention: Attention, build: CudaBuildContext, prefix: str) -> BlockSelector:
+    """Return one layer's indexer; a rank has the queries of its KV heads."""
+    project = IndexProjection(
+        q=build.linear(f"{prefix}.blocks.q"),
+        k=build.linear(f"{prefix}.blocks.k"),
+        q_norm=build.rows_norm(spec.norm, f"{prefix}.blocks.q_norm"),
+        k_norm=build.rows_norm(spec.norm, f"{prefix}.blocks.k_norm"),
+        heads=build.shard.share(attention.kv_heads),
+    )
+    return BlockSelector(spec, project)
 
 
 class CudaBlockAttention(CudaAttention):
@@ -70,7 +54,8 @@ class CudaBlockAttention(CudaAttention):
         """`numbers`: of its caches, that of the indexer's keys second."""
         super().__init__(spec, tables[spec.rope], build, prefix, numbers[0])
         assert spec.blocks is not None
-        self.index = CudaBlockIndex(spec, spec.blocks, tables, build, prefix)
+        self.index = block_index(spec.blocks, spec, build, prefix)
+        self.index_cos_sin = tables[spec.blocks.rope]
         self.index_number = numbers[1]
 
     def __call__(self, x: Tensor, batch: CudaStepBatch, caches: Mapping[int, CudaCache]) -> Tensor:
@@ -80,12 +65,12 @@ class CudaBlockAttention(CudaAttention):
         assert isinstance(cache, CudaLayerCache), "attention keeps K and V"
         assert isinstance(keys, CudaArrayCache), "an indexer keeps keys"
         queries = self.queries(x, batch, cache)
-        positions = batch.positions
+        rotate = partial(rotated, positions=batch.positions, cos_sin=self.index_cos_sin)
         slots = batch.groups[keys.group].slots.long()
-        keys.array.view(-1, keys.array.shape[2]).index_copy_(0, slots, self.index.keys(x, positions))
+        keys.array.view(-1, keys.array.shape[2]).index_copy_(0, slots, self.index.project.keys(x, rotate))
         rows, lens = contexts(batch)
         selected = select_pages(
-            self.index.queries(x, positions).contiguous(),
+            self.index.project.queries(x, rotate).contiguous(),
             keys.array,
             batch.groups[keys.group].tables,
             batch.groups[cache.group].tables,
@@ -95,14 +80,14 @@ class CudaBlockAttention(CudaAttention):
             several=batch.tiles is not None,
             use_kernel=self.device.use_kernels,
         )
-        return self.project_out(self._attend_selected(queries, batch, cache, selected), x)
+        return self.project.out(self._attend_selected(queries, batch, cache, selected), x)
 
     def _attend_selected(
         self, queries: Tensor, batch: CudaStepBatch, cache: CudaLayerCache, selected: SelectedPages
     ) -> Tensor:
         """Return [T, N, H] of queries [T, N, H], each KV head of a token a sequence."""
         blocks = self.index.spec
-        sequences = queries.view(-1, self.heads // self.kv_heads, self.spec.head_dim)
+        sequences = queries.view(-1, self.project.heads // self.project.kv_heads, self.spec.head_dim)
         keys, values = (SelectedPages.pages_of(each, blocks) for each in (cache.keys, cache.values))
         one = self.span is not None or batch.tiles is not None
         longest = blocks.top_k * blocks.tokens
@@ -126,19 +111,3 @@ class CudaBlockAttention(CudaAttention):
             )
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(queries.shape)
-
-
-def packed_masks(index: CudaBlockIndex, spec: Attention, x: Tensor, batch: PackedPrompts) -> dict[int, Tensor]:
-    """Return by length which tokens the tokens of each prompt attend to, bool [n, N, length, length]."""
-    positions = batch.positions.int()
-    group = spec.heads // spec.kv_heads
-    queries = index.queries(x, positions).float()
-    keys = index.keys(x, positions).float()
-    masks = {}
-    for prompts in batch.groups:
-        seen = [
-            select_blocks(torch.einsum("tkh,ch->ktc", queries[rows], keys[rows]), index.spec, 0)
-            for rows in prompts.prompts
-        ]
-        masks[prompts.length] = torch.stack(seen).repeat_interleave(group, 1)
-    return masks

@@ -6,33 +6,25 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import PackedPrompts
-from pagoda.backends.reference.model.mixers.attention.packed import attend
-from pagoda.backends.reference.model.ops import query_growth
 from pagoda.backends.torch_cuda.device import Device
-from pagoda.backends.torch_cuda.kernels.attention.rope_cache import RopeCache, rope_queries
-from pagoda.backends.torch_cuda.model.mixers.attention.block_sparse import CudaBlockIndex, packed_masks
-from pagoda.backends.torch_cuda.model.mixers.attention.paged import (
-    make_preparation,
-    per_head_norm,
-    projection,
-    value_norm,
-)
+from pagoda.backends.torch_cuda.kernels.attention.rope_cache import rotated
+from pagoda.backends.torch_cuda.model.mixers.attention.block_sparse import block_index
+from pagoda.backends.torch_cuda.model.mixers.attention.paged import CudaProjection
 from pagoda.backends.torch_cuda.model.mixers.interface import RotaryTables
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
+from pagoda.backends.torch_decoder.functions import query_growth
+from pagoda.backends.torch_decoder.mixers.packed_attention import SharedCaches, attend
+from pagoda.backends.torch_decoder.packed import PackedPrompts
 from pagoda.common.models.mixers import Attention
 
 PAGE = 16
 """Tokens per page of the temporary K and V; slot 0 is unused."""
-
-
-SharedKeysValues = dict[int, tuple[Tensor, Tensor]]
-"""K and V [T, K, H] of layers whose cache, by number, later layers read."""
 
 
 class CudaPackedAttention:
@@ -50,77 +42,49 @@ class CudaPackedAttention:
         shared: int | None,
     ) -> None:
         """`shared`: the number of its cache if several layers read it."""
-        cos_sin = tables[spec.rope]
         self.spec = spec
-        self.device = build.device
         self.shared = shared
-        self.qkv = projection(spec, build, f"{prefix}.qkv")
-        self.out = build.linear(f"{prefix}.out")
-        self.q_norm = per_head_norm(spec, build, f"{prefix}.q_norm")
-        self.k_norm = per_head_norm(spec, build, f"{prefix}.k_norm") if spec.shares_cache_of is None else None
-        self.v_norm = value_norm(spec, build)
-        self.gate = build.linear(f"{prefix}.gate") if spec.output_gate else None
-        self.prepare = make_preparation(spec, cos_sin, build, prefix)
-        self.cos_sin = None if spec.qk_norm_after_rope else cos_sin
+        self.project = CudaProjection(spec, tables[spec.rope], build, prefix)
         self.sinks = build.params.get(f"{prefix}.sinks")
         self.varlen = VarlenAttention.of(spec, build.params["embed"].dtype, build.device)
-        self.index = None if spec.blocks is None else CudaBlockIndex(spec, spec.blocks, tables, build, prefix)
+        self.index = None if spec.blocks is None else block_index(spec.blocks, spec, build, prefix)
+        self.index_cos_sin = None if spec.blocks is None else tables[spec.blocks.rope]
 
-    def __call__(self, x: Tensor, batch: PackedPrompts, kept: SharedKeysValues) -> Tensor:
+    def __call__(self, x: Tensor, batch: PackedPrompts, kept: SharedCaches) -> Tensor:
         """Return [T, D] of x [T, D]."""
-        qkv = self.qkv(x)
         spec = self.spec
-        if self.prepare is not None:
-            qkv = self.prepare(qkv, batch.positions.int())
+        positions = batch.positions.int()
+        projected = self.project(x, positions)
         if spec.shares_cache_of is None:
-            queries, keys, values = self._rotated(qkv, batch)
+            queries, keys, values = self._rotated(projected, positions)
             if self.shared is not None:
                 kept[self.shared] = keys, values
         else:
             assert self.shared is not None, "two layers read the cache"
             keys, values = kept[self.shared]
-            queries = rope_queries(
-                qkv,
-                batch.positions.int(),
-                heads=spec.heads,
-                cos_sin=self.cos_sin,
-                q_norm=self.q_norm,
-                use_kernel=self.device.use_kernels,
-            )
+            queries = self.project.queries(projected, positions)
+        if spec.query_growth is not None:
+            queries = queries * query_growth(spec.query_growth, positions).to(queries.dtype)
         if self.varlen is not None:
             heads = self.varlen(queries, keys, values, batch)
         else:
-            masks = {} if self.index is None else packed_masks(self.index, spec, x, batch)
+            masks = {}
+            if self.index is not None:
+                rotate = partial(rotated, positions=batch.positions, cos_sin=self.index_cos_sin)
+                masks = self.index.packed_masks(x, rotate, batch, spec.heads // spec.kv_heads)
             heads = attend(queries, keys, values, batch, spec, masks, sinks=self.sinks)
-        if self.gate is not None:
-            heads = heads.unflatten(1, (spec.heads, -1)) * self.gate(x).sigmoid().unflatten(1, (spec.heads, -1))
-            heads = heads.flatten(1)
-        return self.out(heads)
+        return self.project.out(heads.unflatten(1, (spec.heads, -1)), x)
 
-    def _rotated(self, qkv: Tensor, batch: PackedPrompts) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [T, N, H], keys and values [T, K, H], normalised and rotated."""
+    def _rotated(self, projected: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [T, N, H], keys [T, K, H] and values [T, K, V], normalised and rotated."""
         spec = self.spec
-        tokens = len(qkv)
+        tokens = len(projected)
         keys, values = (
-            qkv.new_empty(tokens // PAGE + 1, spec.kv_heads, PAGE, dim) for dim in (spec.head_dim, spec.value_width)
+            projected.new_empty(tokens // PAGE + 1, spec.kv_heads, PAGE, dim)
+            for dim in (spec.head_dim, spec.value_width)
         )
-        slots = torch.arange(1, tokens + 1, dtype=torch.int32, device=qkv.device)
-        write = RopeCache(
-            keys,
-            values,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            cos_sin=self.cos_sin,
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            v_norm=self.v_norm,
-            values_are_keys=spec.values_are_keys,
-            use_kernel=self.device.use_kernels,
-            chip=self.device.chip,
-        )
-        queries = write(qkv, batch.positions.int(), slots)
-        if spec.query_growth is not None:
-            queries = queries * query_growth(spec.query_growth, batch.positions).to(queries.dtype)
+        slots = torch.arange(1, tokens + 1, dtype=torch.int32, device=projected.device)
+        queries = self.project.writer(keys, values)(projected, positions, slots)
         keys, values = (pages.transpose(1, 2).flatten(0, 1)[1 : tokens + 1] for pages in (keys, values))
         return queries, keys, values
 

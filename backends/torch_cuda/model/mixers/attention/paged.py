@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import query_growth, sigmoid
+from pagoda.backends.reference.model.ops import sigmoid
 from pagoda.backends.torch_cuda.attention_backends.protocol import DecodeAttention, PrefillAttention, score_rules
 from pagoda.backends.torch_cuda.device import Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
@@ -23,6 +23,7 @@ from pagoda.backends.torch_cuda.kernels.pointwise.norm import RowNorm
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
+from pagoda.backends.torch_decoder.functions import query_growth
 from pagoda.backends.torch_decoder.ops import Linear
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm
@@ -149,17 +150,7 @@ class CudaAttention(CudaPagedHeads):
         kernels = build.attention
         super().__init__(spec, build.device, kernels.prefill, terms, build.span, kernels.decode)
         self.number = number
-        self.sigmoid = sigmoid if build.batch_invariant else torch.sigmoid
-        self.heads = build.shard.share(spec.heads)
-        self.kv_heads = build.shard.share(spec.kv_heads)
-        self.qkv = projection(spec, build, f"{prefix}.qkv")
-        self.out = build.summed(f"{prefix}.out")
-        self.gate = build.linear(f"{prefix}.gate") if spec.output_gate else None
-        self.q_norm = per_head_norm(spec, build, f"{prefix}.q_norm")
-        self.k_norm = per_head_norm(spec, build, f"{prefix}.k_norm") if spec.shares_cache_of is None else None
-        self.v_norm = value_norm(spec, build)
-        self.prepare = make_preparation(spec, cos_sin, build, prefix)
-        self.cos_sin = None if spec.qk_norm_after_rope else cos_sin
+        self.project = CudaProjection(spec, cos_sin, build, prefix)
 
     def __call__(self, x: Tensor, batch: CudaStepBatch, caches: Mapping[int, CudaCache]) -> Tensor:
         """Return [T, D] of x [T, D]."""
@@ -168,49 +159,79 @@ class CudaAttention(CudaPagedHeads):
         queries = self.queries(x, batch, cache)
         if self.spec.query_growth is not None:
             queries = queries * query_growth(self.spec.query_growth, batch.positions).to(queries.dtype)
-        return self.project_out(self.attend(queries, batch, cache), x)
-
-    def project_out(self, heads: Tensor, x: Tensor) -> Tensor:
-        """Return [T, D] of attended heads [T, N, H] and the layer's input x [T, D], of which the gate is computed."""
-        if self.gate is not None:
-            heads = heads * self.sigmoid(self.gate(x)).unflatten(1, (self.heads, -1))  # one per channel, or per head
-        return self.out(heads.flatten(1))
+        return self.project.out(self.attend(queries, batch, cache), x)
 
     def queries(self, x: Tensor, batch: CudaStepBatch, cache: CudaLayerCache) -> Tensor:
         """Return queries [T, N, H], normalised and rotated; K and V are written to the cache if it is the layer's."""
-        qkv = self.qkv(x)
-        if self.prepare is not None:
-            qkv = self.prepare(qkv, batch.positions)
+        projected = self.project(x, batch.positions)
         if self.spec.shares_cache_of is not None:
-            return rope_queries(
-                qkv,
-                batch.positions,
-                heads=self.heads,
-                cos_sin=self.cos_sin,
-                q_norm=self.q_norm,
-                use_kernel=self.device.use_kernels,
-            )
+            return self.project.queries(projected, batch.positions)
         write: RopeCache | None = cache.prepared.get(self)
         if write is None:
-            write = cache.prepared[self] = self._writer(cache)
-        return write(qkv, batch.positions, batch.groups[cache.group].slots)
+            write = self.project.writer(cache.keys, cache.values, k_scale=cache.k_scale, v_scale=cache.v_scale)
+            cache.prepared[self] = write
+        return write(projected, batch.positions, batch.groups[cache.group].slots)
 
-    def _writer(self, cache: CudaLayerCache) -> RopeCache:
+
+class CudaProjection:
+    """One layer's projections around attention to a rank's share of the heads."""
+
+    def __init__(self, spec: Attention, cos_sin: Tensor | None, build: CudaBuildContext, prefix: str) -> None:
+        self.spec = spec
+        self.device = build.device
+        self.heads = build.shard.share(spec.heads)
+        self.kv_heads = build.shard.share(spec.kv_heads)
+        self._sigmoid = sigmoid if build.batch_invariant else torch.sigmoid
+        self._qkv = projection(spec, build, f"{prefix}.qkv")
+        self._out = build.summed(f"{prefix}.out")
+        self._gate = build.linear(f"{prefix}.gate") if spec.output_gate else None
+        self._q_norm = per_head_norm(spec, build, f"{prefix}.q_norm")
+        self._k_norm = per_head_norm(spec, build, f"{prefix}.k_norm") if spec.shares_cache_of is None else None
+        self._v_norm = value_norm(spec, build)
+        self._prepare = make_preparation(spec, cos_sin, build, prefix)
+        self._cos_sin = None if spec.qk_norm_after_rope else cos_sin
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return q, k and v [T, (N+K)*H + K*V] of x [T, D], or q alone, as the kernel reads them."""
+        projected = self._qkv(x)
+        return projected if self._prepare is None else self._prepare(projected, positions)
+
+    def queries(self, projected: Tensor, positions: Tensor) -> Tensor:
+        """Return queries [T, N, H], normalised and rotated, of a layer that reads the K and V of another one."""
+        return rope_queries(
+            projected,
+            positions,
+            heads=self.heads,
+            cos_sin=self._cos_sin,
+            q_norm=self._q_norm,
+            use_kernel=self.device.use_kernels,
+        )
+
+    def writer(
+        self, keys: Tensor, values: Tensor, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None
+    ) -> RopeCache:
+        """Return what writes K and V to keys [P, K, B, H] and values [P, K, B, V], and returns the queries."""
         return RopeCache(
-            cache.keys,
-            cache.values,
+            keys,
+            values,
             heads=self.heads,
             kv_heads=self.kv_heads,
-            cos_sin=self.cos_sin,
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            v_norm=self.v_norm,
+            cos_sin=self._cos_sin,
+            q_norm=self._q_norm,
+            k_norm=self._k_norm,
+            v_norm=self._v_norm,
             values_are_keys=self.spec.values_are_keys,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
             use_kernel=self.device.use_kernels,
             chip=self.device.chip,
         )
+
+    def out(self, heads: Tensor, x: Tensor) -> Tensor:
+        """Return [T, D] of attended heads [T, N, V] and the layer's input x [T, D], of which the gate is computed."""
+        if self._gate is not None:
+            heads = heads * self._sigmoid(self._gate(x)).unflatten(1, (self.heads, -1))  # one per channel, or per head
+        return self._out(heads.flatten(1))
 
 
 def head_terms(spec: Attention, build: CudaBuildContext, prefix: str) -> HeadTerms:
@@ -357,7 +378,7 @@ def _norm_over_ranks(spec: Attention, norm: Norm, build: CudaBuildContext, prefi
 
 
 def _scaled(wide: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-    """Round as `backends.reference.ops.norm` does."""
+    """Round as `torch_decoder.functions.norm` does."""
     if norm.unit_offset:
         return (wide * (1 + weight.float())).to(weight.dtype)
     return wide.to(weight.dtype) * weight

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.model.ops import select_blocks
 from pagoda.backends.torch_cuda.kernels.attention import block_selection
 from pagoda.backends.torch_cuda.kernels.attention.block_selection import SelectedPages, kernel, select_pages
 from pagoda.backends.torch_cuda.kernels.attention.decode_attention import decode_attention
 from pagoda.backends.torch_cuda.kernels.attention.work_list import cut_evenly
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
+from pagoda.backends.torch_decoder.functions import select_blocks
 from pagoda.common.models.mixers import BlockIndexer
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope

@@ -13,7 +13,7 @@ from pagoda.backends.torch_cuda.kernels.experts.moe import choose_experts, group
 from pagoda.backends.torch_cuda.kernels.experts.moe.kernel import align, most_tiles, route
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix, pack, unpack
-from pagoda.backends.torch_cuda.supported import packed_scheme
+from pagoda.backends.torch_cuda.schemes import packed_scheme
 from pagoda.backends.torch_cuda.weights.quantized_layout import form_of, write
 from pagoda.common.models.spec import ClampedGlu, ExpertGroups, Mlp, Router, SparseMixer
 from pagoda.common.weights.quantization.tensors import stack

@@ -13,7 +13,7 @@ from pagoda.backends.torch_cuda.kernels.experts.moe_w8a8 import kernel
 from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
 from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix, unpack
 from pagoda.common.models.spec import ClampedGlu, Mlp, Router
-from pagoda.common.weights.quantization.tensors import Activations
+from pagoda.common.weights.quantization.schemes import Activations
 
 CHIP = CHIPS["sm_90"]
 NUMBERS = {"fp8": "float8", "int8": "int8"}

@@ -17,11 +17,12 @@ from pagoda.backends.torch_cuda.kernels.linear.quantize_rows import quantize_row
 from pagoda.backends.torch_cuda.kernels.linear.scaled_linear import kernel, multiplies, quantized_input
 from pagoda.backends.torch_cuda.kernels.linear.weight_only import PackedMatrix, pack, unpack
 from pagoda.backends.torch_cuda.kernels.linear.weight_only import kernel as weight_only
-from pagoda.backends.torch_cuda.supported import packed_scheme
+from pagoda.backends.torch_cuda.schemes import packed_scheme
 from pagoda.backends.torch_cuda.weights.quantized_layout import as_scheme, form_of, write
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.gguf.dequantize import block_type
-from pagoda.common.weights.quantization.tensors import Blocks, QuantizedTensor
+from pagoda.common.weights.quantization.schemes import Blocks
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 CHIP = CHIPS["sm_90"]
 INPUTS = 384

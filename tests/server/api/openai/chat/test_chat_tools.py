@@ -303,11 +303,10 @@ def test_reasoning_is_separated_from_content(server: LiveServer, bare: LiveServe
 
 def configure(flags: dict[str, str]) -> None:
     """Resolve the flags of `serve`."""
+    from pagoda.server.cli.main import COMMANDS, parser_of
     from pagoda.server.cli.serving import serve
-    from pagoda.server.settings.flags import FlagParser
 
-    parser = FlagParser()
-    serve.add_arguments(parser)
+    parser = parser_of("serve", COMMANDS["serve"])
     serve.configurations(parser.parse_args(["model", *(word for pair in flags.items() for word in pair)]))
 
 

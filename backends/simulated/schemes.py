@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from pagoda.common.weights.quantization.schemes import Scheme
 from pagoda.common.weights.quantization.support import SchemeSupport
-from pagoda.common.weights.quantization.tensors import Scheme
+
+ROUNDED_ON_DEVICE: Final[tuple[str, ...]] = ()
+"""Values of --quantization that the backend rounds by itself; matrices of others come rounded."""
 
 
 def scheme_support(scheme: Scheme, experts: bool) -> SchemeSupport:

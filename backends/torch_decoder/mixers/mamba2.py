@@ -9,50 +9,54 @@ convolution.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.gated_delta import decay_between
-from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
-from pagoda.backends.reference.model.mixers.rotary import Rotations
-from pagoda.backends.reference.model.ops import norm
-from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.backends.torch_decoder.mixers.gated_delta import decay_between
+from pagoda.backends.torch_decoder.mixers.recurrence import Convolution, GateSpec, Inputs, StateMixerOps, StateRule
 from pagoda.common.models.mixers import Mamba2
 
 SSD_CHUNK: Final = 64
 """Tokens whose outputs are computed at once."""
 
 
-class Mamba2Layer:
-    """One layer's projections, convolution and scan, a RecurrentLayer.
+class Mamba2Mixer:
+    """One layer's projections around the convolution and the scan."""
 
-    N heads of H channels, C channels of the convolution. All but the linear layers and the norm in float32.
-    """
+    def __init__(self, spec: Mamba2, ops: StateMixerOps, rule: StateRule) -> None:
+        """`rule`: of v, b and c before the convolution [T, C], and of the steps as projected [T, N]."""
+        self.project = ops.project(("v", "b", "c"), ("gate",), ("step",))
+        self.rule = rule
+        self.gate = ops.gate(GateSpec(spec.norm, spec.groups, gate_first=not spec.norm_before_gate))
+        self.out = ops.out()
 
-    def __init__(self, weights: NamedWeights, prefix: str, spec: Mamba2) -> None:
+    def __call__(self, x: Tensor, step: Any) -> Tensor:
+        """Return [T, D] of x [T, D]; replace the states."""
+        vbc, gate, sizes = self.project(x)
+        return self.out(self.gate(self.rule(vbc, sizes, step), gate))
+
+
+class Mamba2Rule:
+    """The convolution and the scan in plain torch, all in float32: a PlainRule."""
+
+    def __init__(
+        self, spec: Mamba2, convolve: Convolution, *, decay_rate: Tensor, step_offset: Tensor, skip: Tensor
+    ) -> None:
+        """decay_rate, step_offset, skip [N]; the rate is the exp of the parameter."""
         self.spec = spec
-        # [D] -> v, b and c [C], gate [N*H], step [N]
-        self.inner = weights.linear(*(f"{prefix}.{part}" for part in ("v", "b", "c", "gate", "step")))
-        self.convolve = Convolution(weights.convolution(*(f"{prefix}.{part}_conv" for part in "vbc")))
-        self.decay_rate = -weights.take(f"{prefix}.decay_rate").exp()  # [N] -exp of the parameter
-        self.step_offset = weights.take(f"{prefix}.step_offset")  # [N]
-        self.skip = weights.take(f"{prefix}.skip")  # [N]
-        self.norm = weights.wide(f"{prefix}.norm")  # [N*H]
-        self.project_out = weights.linear(f"{prefix}.o")  # [N*H] -> [D]
-        (cache,) = spec.caches()
-        self.elements = cache.block_elements(1)
+        self.convolve = convolve
+        self.decay_rate = -decay_rate.exp()
+        self.step_offset = step_offset
+        self.skip = skip
 
-    def project(self, x: Tensor, rotations: Rotations) -> tuple[Inputs, Tensor]:
-        """X [T, D] -> (v, b and c before the convolution [T, C], step [T, N]), output gates [T, N*H]."""
-        spec = self.spec
-        vbc, gate, step = self.inner(x).split([spec.channels, spec.width, spec.heads], -1)
-        return (
-            vbc.float(),
-            F.softplus(step.float() + self.step_offset).clamp(min=spec.step_limit[0], max=spec.step_limit[1]),
-        ), gate
+    def inputs(self, *projections: Tensor) -> Inputs:
+        """Return v, b and c before the convolution [T, C], and the steps [T, N]."""
+        vbc, sizes = projections
+        smallest, largest = self.spec.step_limit
+        return vbc.float(), F.softplus(sizes.float() + self.step_offset).clamp(min=smallest, max=largest)
 
     def mix(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs [S, T, ...] and the states before them [S, elements] -> heads [S, T, N*H], the states after them."""
@@ -73,27 +77,6 @@ class Mamba2Layer:
         )
         heads = torch.addcmul(heads, v, self.skip[:, None, None])
         return heads.transpose(1, 2).flatten(2), torch.cat((tail, state.flatten(1)), 1)
-
-    def out(self, heads: Tensor, gate: Tensor) -> Tensor:
-        """Heads float32 and gates [T, N*H] -> [T, D]."""
-        spec = self.spec
-        factor = F.silu(gate.float())
-        if spec.norm is None:
-            mixed = heads * factor
-        elif spec.norm_before_gate:
-            mixed = self._norm(heads) * factor
-        else:
-            mixed = self._norm(heads * factor)
-        return self.project_out(mixed.to(gate.dtype))
-
-    def _norm(self, heads: Tensor) -> Tensor:
-        """Normalise the channels of each group by itself, [T, N*H]."""
-        spec = self.spec
-        weight = self.norm
-        assert spec.norm is not None
-        assert weight is not None
-        weight = weight.float().view(spec.groups, -1)
-        return norm(heads.unflatten(-1, (spec.groups, -1)), spec.norm, weight).flatten(-2)
 
 
 def recurrent_scan(v: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,6 +115,3 @@ def chunked_scan(v: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) 
         state = torch.addcmul(added[:, :, chunk], last[:, :, chunk], state)
     heads = inside + since_start * (c @ torch.stack(before, 2))
     return heads.flatten(2, 3)[:, :, :tokens], state
-
-
-MAMBA2: Final = recurrent_ops(Mamba2, Mamba2Layer)

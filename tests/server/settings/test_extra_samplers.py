@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda.common.engine.sampling.extra_samplers import EXTRA_SAMPLERS, ExtraSampler, sampler_of
 from pagoda.common.sampling_params import SamplingParams
+from pagoda.server.settings.extra_samplers import EXTRA_SAMPLERS, ExtraSampler, sampler_of
 
 VOCAB = 50
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from pagoda.common.engine.sampling.batch_processors import AdapterLogitsProcessor, RequestLogitsProcessor
 from pagoda.common.engine.sampling.rules import noise_keys
+from pagoda.server.vllm.logits_processors import AdapterLogitsProcessor, RequestLogitsProcessor
 
 _MINUS_INFINITY: Final = float("-inf")
 

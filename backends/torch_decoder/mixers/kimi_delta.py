@@ -8,59 +8,64 @@ Axis letters: S sequences, T tokens, N heads, K channels of a key head, V of a v
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
-from pagoda.backends.reference.model.mixers.rotary import Rotations
-from pagoda.backends.reference.model.ops import l2_norm, norm
-from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.backends.torch_decoder.functions import l2_norm
+from pagoda.backends.torch_decoder.mixers.recurrence import Convolution, GateSpec, Inputs, StateMixerOps, StateRule
 from pagoda.common.models.mixers import KimiDelta
 
 KDA_CHUNK: Final = 32
 """Tokens whose updates of the state are solved for at once."""
 
 
-class KimiDeltaLayer:
-    """One layer's projections, convolution and rule, a RecurrentLayer.
+class KimiDeltaMixer:
+    """One layer's projections around the rule."""
 
-    N heads of H channels. All but the linear layers and the norm in float32.
-    """
-
-    def __init__(self, weights: NamedWeights, prefix: str, spec: KimiDelta) -> None:
-        self.spec = spec
+    def __init__(self, spec: KimiDelta, ops: StateMixerOps, rule: StateRule) -> None:
+        """`rule`: of q, k and v before the convolution [T, C], beta [T, N] and decay [T, N*H], as projected."""
         low_rank = spec.rank is not None
-        last = ("decay_a", "gate_a") if low_rank else ("decay", "gate")
-        # [D] -> q, k and v [3*N*H], beta [N], low-rank decay, low-rank gate; or decay and gate
-        self.inner = weights.linear(*(f"{prefix}.{part}" for part in ("q", "k", "v", "beta", *last)))
-        self.decay = weights.linear(f"{prefix}.decay_b") if low_rank else None  # low-rank -> [N*H]
-        self.gate = weights.linear(f"{prefix}.gate_b") if low_rank else None  # low-rank -> [N*H]
-        self.convolve = Convolution(weights.convolution(*(f"{prefix}.{part}_conv" for part in "qkv")))
-        self.decay_rate = -weights.take(f"{prefix}.decay_rate").exp()  # [N] -exp of the parameter
-        self.decay_offset = weights.take(f"{prefix}.decay_offset")  # [N*H]
-        self.norm = weights.take_wide(f"{prefix}.norm")  # [H]
-        self.project_out = weights.linear(f"{prefix}.o")  # [N*H] -> [D]
-        (cache,) = spec.caches()
-        self.elements = cache.block_elements(1)
+        decay, gate = ("decay_a", "gate_a") if low_rank else ("decay", "gate")
+        self.project = ops.project(("q", "k", "v"), ("beta",), (decay,), (gate,))
+        self.widen = (ops.linear("decay_b"), ops.linear("gate_b")) if low_rank else None
+        self.rule = rule
+        self.gate = ops.gate(GateSpec(spec.norm, spec.heads, "sigmoid"))
+        self.out = ops.out()
 
-    def project(self, x: Tensor, rotations: Rotations) -> tuple[Inputs, Tensor]:
-        """X [T, D] -> (q, k and v before the convolution [T, C], beta [T, N], log decay [T, N*K]), gates [T, N*V]."""
+    def __call__(self, x: Tensor, step: Any) -> Tensor:
+        """Return [T, D] of x [T, D]; replace the states."""
+        qkv, beta, decay, gate = self.project(x)
+        if self.widen is not None:
+            decay_of, gate_of = self.widen
+            decay = decay_of(decay)
+            gate = gate_of(gate)
+        return self.out(self.gate(self.rule(qkv, beta, decay, step), gate))
+
+
+class KimiDeltaRule:
+    """The convolution and the rule in plain torch, all in float32: a PlainRule."""
+
+    def __init__(self, spec: KimiDelta, convolve: Convolution, decay_rate: Tensor, decay_offset: Tensor) -> None:
+        """decay_rate [N], the exp of the parameter is the rate; decay_offset [N*H]."""
+        self.spec = spec
+        self.convolve = convolve
+        self.decay_rate = -decay_rate.exp()
+        self.decay_offset = decay_offset
+
+    def inputs(self, *projections: Tensor) -> Inputs:
+        """Return q, k and v before the convolution [T, C], beta [T, N] and log decay [T, N*H]."""
         spec = self.spec
-        rank = spec.rank or spec.width
-        qkv, beta, decay, gate = self.inner(x).split([3 * spec.width, spec.heads, rank, rank], -1)
-        decay, gate = (
-            part if layer is None else layer(part) for part, layer in ((decay, self.decay), (gate, self.gate))
-        )
+        qkv, beta, decay = projections
         shifted = (decay.float() + self.decay_offset).unflatten(-1, (spec.heads, -1))
         rate = self.decay_rate[:, None]
         if spec.decay_bound is None:
             log_decay = rate * F.softplus(shifted)
         else:
             log_decay = spec.decay_bound * (-rate * shifted).sigmoid()
-        return (qkv.float(), beta.float().sigmoid(), log_decay.flatten(1)), gate
+        return qkv.float(), beta.float().sigmoid(), log_decay.flatten(1)
 
     def mix(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs [S, T, ...] and the states before them [S, elements] -> heads [S, T, N*V], the states after them."""
@@ -78,11 +83,6 @@ class KimiDeltaLayer:
             state.view(-1, spec.heads, spec.head_dim, spec.head_dim),
         )
         return heads.transpose(1, 2).flatten(2), torch.cat((tail, state.flatten(1)), 1)
-
-    def out(self, heads: Tensor, gate: Tensor) -> Tensor:
-        """Heads float32 and gates [T, N*V] -> [T, D]."""
-        normed = norm(heads.unflatten(-1, (self.spec.heads, -1)), self.spec.norm, self.norm.float())
-        return self.project_out((normed.flatten(-2) * gate.float().sigmoid()).to(gate.dtype))
 
 
 def channel_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,6 +131,3 @@ def _products(q: Tensor, k: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Te
         both = rows[..., token, :, :] @ keys[..., : token + 1, :].mT  # [..., 2, token + 1]
         products[..., token, : token + 1] = both.movedim(-2, 0)
     return products[0], products[1], keys
-
-
-KIMI_DELTA: Final = recurrent_ops(KimiDelta, KimiDeltaLayer)

@@ -10,47 +10,52 @@ convolution, M chunks.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backends.reference.model.mixers.recurrence import Convolution, Inputs, recurrent_ops
-from pagoda.backends.reference.model.mixers.rotary import Rotations
-from pagoda.backends.reference.model.ops import l2_norm, norm
-from pagoda.backends.reference.weights.arrange import NamedWeights
+from pagoda.backends.torch_decoder.functions import l2_norm
+from pagoda.backends.torch_decoder.mixers.recurrence import Convolution, GateSpec, Inputs, StateMixerOps, StateRule
 from pagoda.common.models.mixers import GatedDelta
 
 CHUNK: Final = 64
 """Tokens whose updates of the state are solved for at once."""
 
 
-class DeltaLayer:
-    """One layer's projections, convolution and rule, a RecurrentLayer.
+class GatedDeltaMixer:
+    """One layer's projections around the rule."""
 
-    N value heads of V channels, C channels of the convolution. All but the linear layers and the norm in float32.
-    """
+    def __init__(self, spec: GatedDelta, ops: StateMixerOps, rule: StateRule) -> None:
+        """`rule`: of q, k and v before the convolution [T, C], and of beta and decay as projected [T, 2*N]."""
+        self.project = ops.project(("q", "k", "v"), ("gate",), ("beta", "decay"))
+        self.rule = rule
+        self.gate = ops.gate(GateSpec(spec.norm, spec.value_heads, rounded="heads"))
+        self.out = ops.out()
 
-    def __init__(self, weights: NamedWeights, prefix: str, spec: GatedDelta) -> None:
+    def __call__(self, x: Tensor, step: Any) -> Tensor:
+        """Return [T, D] of x [T, D]; replace the states."""
+        qkv, gate, scalars = self.project(x)
+        return self.out(self.gate(self.rule(qkv, scalars, step), gate))
+
+
+class GatedDeltaRule:
+    """The convolution and the rule in plain torch, all in float32: a PlainRule."""
+
+    def __init__(self, spec: GatedDelta, convolve: Convolution, decay_rate: Tensor, decay_offset: Tensor) -> None:
+        """decay_rate, decay_offset [N]; the rate is the exp of the parameter."""
         self.spec = spec
-        # [D] -> q, k and v [C], gate [N*V], beta [N], decay [N]
-        self.inner = weights.linear(*(f"{prefix}.{part}" for part in ("q", "k", "v", "gate", "beta", "decay")))
-        self.convolve = Convolution(weights.convolution(*(f"{prefix}.{part}_conv" for part in "qkv")))
-        self.decay_rate = -weights.take(f"{prefix}.decay_rate").float().exp()  # [N] -exp of the parameter
-        self.decay_offset = weights.take(f"{prefix}.decay_offset").float()  # [N]
-        self.norm = weights.take_wide(f"{prefix}.norm")  # [V]
-        self.project_out = weights.linear(f"{prefix}.o")  # [N*V] -> [D]
-        (cache,) = spec.caches()
-        self.elements = cache.block_elements(1)
+        self.convolve = convolve
+        self.decay_rate = -decay_rate.float().exp()
+        self.decay_offset = decay_offset.float()
 
-    def project(self, x: Tensor, rotations: Rotations) -> tuple[Inputs, Tensor]:
-        """X [T, D] -> (q, k and v before the convolution [T, C], beta and log decay [T, N]), output gates [T, N*V]."""
-        spec = self.spec
-        heads = spec.value_heads
-        qkv, gate, beta, decay = self.inner(x).split([spec.channels, heads * spec.value_dim, heads, heads], -1)
+    def inputs(self, *projections: Tensor) -> Inputs:
+        """Return q, k and v before the convolution [T, C], beta and log decay [T, N]."""
+        qkv, scalars = projections
+        beta, decay = scalars.split(self.spec.value_heads, -1)
         log_decay = self.decay_rate * F.softplus(decay.float() + self.decay_offset)
-        return (qkv.float(), beta.float().sigmoid() * spec.beta_scale, log_decay), gate
+        return qkv.float(), beta.float().sigmoid() * self.spec.beta_scale, log_decay
 
     def mix(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs [S, T, ...] and the states before them [S, elements] -> heads [S, T, N*V], the states after them."""
@@ -75,11 +80,6 @@ class DeltaLayer:
         """Channels [S, *, T] of q or k -> [S, N, T, K]: each key head for all its value heads."""
         heads = channels.unflatten(1, (self.spec.key_heads, -1)).mT
         return heads.repeat_interleave(self.spec.value_heads // self.spec.key_heads, 1)
-
-    def out(self, heads: Tensor, gate: Tensor) -> Tensor:
-        """Heads float32 and gates [T, N*V] -> [T, D]."""
-        normed = norm(heads.to(gate.dtype).unflatten(-1, (self.spec.value_heads, -1)), self.spec.norm, self.norm)
-        return self.project_out((normed.flatten(-2) * F.silu(gate.float())).to(gate.dtype))
 
 
 def recurrent_rule(
@@ -139,6 +139,3 @@ def decay_between(decay: Tensor) -> Tensor:
     after_j = past.tril(-1)  # row l, column j: l > j
     sums = (decay[..., :, None] * after_j).cumsum(-2)
     return sums.masked_fill(~past, float("-inf")).exp()
-
-
-GATED_DELTA: Final = recurrent_ops(GatedDelta, DeltaLayer)

@@ -1,28 +1,27 @@
 """Logits processors with vLLM's interface: one object edits the logits of all sequences of a step at once.
 
-A processor keeps state per sequence, by its index in a batch that lasts over steps. `LogitsBatch` keeps that batch and
-tells the processors what changed. A sequence that sits out a step is removed and added again, with all its tokens.
+A processor keeps state per sequence, by its index in a batch that lasts over steps. `LogitsBatch`, the engine's
+`BatchProcessor`, keeps that batch and tells the processors what changed. A sequence that sits out a step is removed and
+added again, with all its tokens.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
-from pagoda.common.engine.sampling.rules import LogitsProcessor, SamplerOptions, SamplingRules
+from pagoda.common.engine.sampling.processors import BatchProcessor, ProcessedSequence, failure_of
+from pagoda.common.engine.sampling.rules import SamplingRules
 
 StateT = TypeVar("StateT")
 RequestLogitsProcessor = Callable[..., Any]
 """Called with (output ids, logits [V]) or (prompt ids, output ids, logits [V]); returns the logits."""
-
-logger = logging.getLogger(__name__)
 
 
 class MoveDirectionality(Enum):
@@ -128,49 +127,14 @@ def process_dict_updates(
     return before != req_entries
 
 
-class ProcessedSequence(Protocol):
-    """Sampling state of a row of the engine; another object after the row was started again."""
-
-    @property
-    def rules(self) -> SamplingRules: ...
-
-    @property
-    def prompt(self) -> Any: ...
-
-
 @dataclass(slots=True)
 class _Member:
     state: ProcessedSequence
     output_ids: list[int]
 
 
-def edit_rows(
-    processors: Sequence[LogitsProcessor], logits: Any, sequences: Sequence[tuple[ProcessedSequence, Sequence[int]]]
-) -> dict[int, str]:
-    """Run processors of single sequences on logits float32 [n, V] in place. Return by index why one failed."""
-    failed: dict[int, str] = {}
-    for index, (state, tokens) in enumerate(sequences if processors else ()):
-        for processor in processors:
-            try:
-                processor.apply(logits[index], tokens, len(state.prompt), state.rules.extra_args or {})
-            except Exception as error:
-                failed[index] = _failure(type(processor).__name__, error)
-                break
-    return failed
-
-
-def _failure(name: str, error: Exception) -> str:
-    logger.warning("logits processor %s failed", name, exc_info=error)
-    return f"logits processor {name} failed: {error!r}"[:500]
-
-
-class LogitsBatch:
+class LogitsBatch(BatchProcessor):
     """The sequences of the latest step, in the order in which the processors know them."""
-
-    @classmethod
-    def of(cls, options: SamplerOptions, params_of: Callable[[SamplingRules], Any]) -> Self | None:
-        """Return the batch of an engine's processors; None without any."""
-        return cls(dict(options.batch_processors), params_of) if options.batch_processors else None
 
     def __init__(
         self,
@@ -204,7 +168,7 @@ class LogitsBatch:
             try:
                 processor.update_state(update)
             except Exception as error:
-                reason = reason or _failure(name, error)
+                reason = reason or failure_of(name, error)
         edited, later = self._run(self._changing, logits, lambda processor, rows: processor.apply(rows))
         return self._outcome(logits, edited, reason or later)
 
@@ -241,7 +205,7 @@ class LogitsBatch:
             try:
                 gathered = run(processor, gathered)
             except Exception as error:
-                reason = reason or _failure(name, error)
+                reason = reason or failure_of(name, error)
         if self._in_order:
             return gathered, reason
         edited = logits.clone()
