@@ -57,7 +57,14 @@ class PackedPrompts:
             return None
         key = length, causal, window, chunk, chunk_lookback
         if key not in self.masks:
-            self.masks[key] = _mask_packed(*key, self.positions.device)
+            self.masks[key] = _mask_packed(
+                length,
+                causal=causal,
+                window=window,
+                chunk=chunk,
+                lookback=chunk_lookback,
+                device=self.positions.device,
+            )
         return self.masks[key]
 
 
@@ -86,7 +93,7 @@ def make_packed(plan: PoolPlan, device: torch.device | None = None) -> PackedPro
 
 
 def _mask_packed(
-    length: int, causal: bool, window: int | None, chunk: int | None, lookback: int, device: torch.device
+    length: int, *, causal: bool, window: int | None, chunk: int | None, lookback: int, device: torch.device
 ) -> Tensor:
     ahead = torch.arange(length, device=device)[None] - torch.arange(length, device=device)[:, None]  # key - query
     seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
