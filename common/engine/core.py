@@ -372,7 +372,7 @@ def generation_core(
 
 
 def adapters_of(schedulers: Iterable[GenerationScheduler]) -> tuple[SchedulerAdapters, ...]:
-    """Return the LoRA adapters of each scheduler that has them; one of a plugin may wrap ours and show its `adapters`."""
+    """Return the LoRA adapters of each scheduler that has them. One of a plugin may wrap ours and show its adapters."""
     parts = (getattr(scheduler, "adapters", None) for scheduler in schedulers)
     return tuple(part for part in parts if isinstance(part, SchedulerAdapters))
 
