@@ -167,7 +167,7 @@ def products(chip_name: str, dump: Path) -> list[dict]:
     from pagoda.benchmarks.tpu.aot.compiler import one_chip
     from pagoda.benchmarks.tpu.aot.shapes.grouped_matmul import SPECS
     from pagoda.kernels_pallas.chips import CHIPS
-    from pagoda.kernels_pallas.grouped_matmul.kernel import FIELDS, choose_block_sizes, visits
+    from pagoda.kernels_pallas.grouped_matmul.kernel import choose_block_sizes, visits
 
     def scanned(rows, stack, sizes):  # in the layout that suits XLA best: one product for all parts
         def one(carry, weights):
@@ -188,7 +188,7 @@ def products(chip_name: str, dump: Path) -> list[dict]:
         counts = np.bincount(np.concatenate(chosen), minlength=case.groups)
         plan, num_visits = visits(jnp.asarray(counts, jnp.int32), case.rows, blocks.rows)
         layer = np.zeros(1, np.int32)
-        scalars = [np.asarray(num_visits), layer, *(np.asarray(getattr(plan, field)) for field in FIELDS)]
+        scalars = [np.asarray(num_visits), layer, *(np.asarray(x) for x in vars(plan).values())]
         trace = listing.run(scalars)
         memory = memory_cycles(listing, trace, len(scalars), chip)
         hit = int((counts > 0).sum()) * 2 * case.parts * case.inner * case.outer
@@ -225,7 +225,7 @@ def quantized(chip_name: str, dump: Path) -> list[dict]:
     from pagoda.benchmarks.tpu.aot.compiler import one_chip
     from pagoda.benchmarks.tpu.aot.shapes.grouped_matmul import SPECS
     from pagoda.kernels_pallas.chips import CHIPS
-    from pagoda.kernels_pallas.grouped_matmul.kernel import FIELDS, choose_block_sizes, for_quantized, visits
+    from pagoda.kernels_pallas.grouped_matmul.kernel import choose_block_sizes, for_quantized, visits
 
     chip, sharding, results = CHIPS[chip_name], one_chip(chip_name), []
     for name, spec in SPECS.items():
@@ -240,7 +240,7 @@ def quantized(chip_name: str, dump: Path) -> list[dict]:
         counts = np.bincount(np.arange(case.rows) % case.groups, minlength=case.groups)
         plan, num_visits = visits(jnp.asarray(counts, jnp.int32), case.rows, blocks.rows)
         layer = np.zeros(1, np.int32)
-        scalars = [np.asarray(num_visits), layer, *(np.asarray(getattr(plan, field)) for field in FIELDS)]
+        scalars = [np.asarray(num_visits), layer, *(np.asarray(x) for x in vars(plan).values())]
         core = listing.run(scalars).cycles
         memory = case.weight_bytes / chip.hbm_bandwidth * chip.clock_hz
         figures = {

@@ -102,6 +102,8 @@ class FollowingBackend(RankBackend):
                     while pending:
                         pending.popleft().result()
                     self._leader.send(_apply(sleeper, change))
+                case SleepRanks() | WakeUpRanks():
+                    raise EngineDeadError(f"{self._leader.name} sleeps, but this host was started without sleep mode")
                 case End():
                     self._ended_by_leader = True
                     return

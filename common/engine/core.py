@@ -372,9 +372,9 @@ def generation_core(
 
 
 def adapters_of(schedulers: Iterable[GenerationScheduler]) -> tuple[SchedulerAdapters, ...]:
-    """Return the LoRA adapters of each scheduler that has them."""
-    parts = (scheduler.adapters for scheduler in schedulers if isinstance(scheduler, Scheduler))
-    return tuple(part for part in parts if part is not None)
+    """Return the LoRA adapters of each scheduler that has them. One of a plugin may wrap ours and show its adapters."""
+    parts = (getattr(scheduler, "adapters", None) for scheduler in schedulers)
+    return tuple(part for part in parts if isinstance(part, SchedulerAdapters))
 
 
 def adapter_loader(

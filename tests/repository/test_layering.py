@@ -89,7 +89,7 @@ LAYERS = (
     ("api.openai", "api.anthropic", "api.pooling"),
     ("api.cohere", "api.admin"),
     ("api.app",),
-    ("cli.client.http_client",),
+    ("cli.client.http_client", "cli.diagnosis.machine"),
     ("bench",),
     ("cli",),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Final
 
 from llvmlite import ir
@@ -344,11 +345,9 @@ class Emitter:
 
     def splat(self, value: Any, lanes: int = LANES) -> Any:
         """Return a vector of copies of a scalar. Here a Python int stands for an i32."""
-        if isinstance(value, float):
-            return ir.Constant(ir.VectorType(F32, lanes), [F32(value)] * lanes)
-        if isinstance(value, int):
-            return ir.Constant(ir.VectorType(I32, lanes), [I32(value)] * lanes)
-        undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+        if isinstance(value, float | int):
+            return _copies(F32 if isinstance(value, float) else I32, value, math.copysign(1.0, value), lanes)
+        undefined = _undefined(value.type, lanes)
         return self.shuffle(self.builder.insert_element(undefined, value, I32(0)), undefined, [0] * lanes)
 
     def shuffle(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
@@ -442,7 +441,26 @@ class Emitter:
 
 def constants(kind: Any, values: Sequence[int]) -> ir.Constant:
     """Return a vector of integers."""
+    return _constants(kind, tuple(values))
+
+
+# Constants belong to no module. They are made and written as text once: kernels have thousands of a few.
+
+
+@cache
+def _constants(kind: Any, values: tuple[int, ...]) -> ir.Constant:
     return ir.Constant(ir.VectorType(kind, len(values)), [kind(value) for value in values])
+
+
+@cache
+def _copies(kind: Any, value: float, sign: float, lanes: int) -> ir.Constant:
+    """`sign`: of the value, since zeros of both signs are equal as keys of the cache."""
+    return ir.Constant(ir.VectorType(kind, lanes), [kind(value)] * lanes)
+
+
+@cache
+def _undefined(kind: Any, lanes: int) -> ir.Constant:
+    return ir.Constant(ir.VectorType(kind, lanes), ir.Undefined)
 
 
 def intrinsic_type(kind: Any) -> str:

@@ -66,8 +66,8 @@ def has_feature(name: str) -> bool:
 class Kernel:
     """A compiled function. Its machine code stays for good."""
 
-    def __init__(self, module: ir.Module | str) -> None:
-        """`module`: with one function, `kernel`, or its text."""
+    def __init__(self, module: ir.Module) -> None:
+        """`module`: with one function, `kernel`."""
         with _lock:
             machine = _machine()
             engine = _engine()

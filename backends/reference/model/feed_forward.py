@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from statistics import NormalDist
 from typing import Any, Final
 
@@ -46,12 +47,17 @@ def _gate(spec: Mlp, act: Linear) -> Linear:
     width = spec.width
     if (clamped := spec.clamped) is not None:
         return lambda both: clamped_glu(both[:, :width], both[:, width:], clamped)
-    if (clip := spec.clip) is not None:
-        return lambda both: clipped(act(both[:, :width]), both[:, width:], clip)
+    activated = act
     if spec.sparsity:
         quantile = NormalDist().inv_cdf(spec.sparsity)
-        return lambda both: act(sparse(both[:, :width], quantile)).mul_(both[:, width:])
-    return lambda both: act(both[:, :width]).mul_(both[:, width:])
+        activated = partial(_sparsely, act, quantile)
+    if (clip := spec.clip) is not None:
+        return lambda both: clipped(activated(both[:, :width]), both[:, width:], clip)
+    return lambda both: activated(both[:, :width]).mul_(both[:, width:])
+
+
+def _sparsely(act: Linear, quantile: float, gate: Tensor) -> Tensor:
+    return act(sparse(gate, quantile))
 
 
 def in_chunks(feed: Linear, active: ActiveAdapters | None = None) -> Linear:

@@ -64,12 +64,13 @@ def attend_tiles(
     kv_heads = keys[0].shape[0]
     padding = QUERIES - count
     rows = F.pad(q.float(), (0, 0, 0, 0, 0, padding)).view(QUERIES, kv_heads, -1, dim).permute(1, 2, 0, 3)
+    queries = rows.flatten(1, 2)
     queries_at = F.pad(positions, (0, padding), value=-1)[:, None]
     by_head = (kv_heads, heads // kv_heads, 1, 1)
     scores = []
     for index, tile in enumerate(keys):
         keys_at = torch.arange(begin + index * KEYS, begin + (index + 1) * KEYS)
-        score = torch.matmul(rows.flatten(1, 2), tile.mT).view(*by_head[:2], QUERIES, KEYS) * rules.scale
+        score = torch.matmul(queries, tile.mT).view(*by_head[:2], QUERIES, KEYS) * rules.scale
         score = score if rules.softcap is None else capped(score, rules.softcap)
         if rules.slopes is not None:
             behind = (queries_at - keys_at).clamp(min=0)

@@ -41,7 +41,7 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = option(
         None,
         "Size of the KV cache per device, in bytes (suffixes: 1g, 1G); overrides --gpu-memory-utilization. On a CPU "
-        "the memory is allocated at start-up if this is set; otherwise it grows with use.",
+        "the memory is allocated at start-up if this is set; otherwise the cache grows with use to at most 4 GiB.",
         parse=human_readable_int,
     )
     swap_space: float = option(

@@ -248,8 +248,9 @@ def refresh_masks(states: Sequence[tuple[TokenMaskState, Sequence[int]]]) -> Non
     for state, outputs in states:
         if not state.consults_grammar:
             state.refresh(None, outputs)
-    libraries = [state.library for state, _ in with_grammar]
-    for library in {id(library): library for library in libraries if library is not None}.values():
+    for library in {id(state.library): state.library for state, _ in with_grammar}.values():
+        if library is None:
+            raise RuntimeError("a mask consults a grammar whose library was released")
         group = [(state, outputs) for state, outputs in with_grammar if state.library is library]
         bits = np.zeros((len(group), -(-group[0][0].vocab // 32)), np.uint32)
         library.fill([matcher for state, _ in group if (matcher := state.matcher) is not None], bits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -101,6 +102,35 @@ def engine(
     return generation_core(
         backend, backend.layout, Limits(**given, max_loras=slots), backend.num_blocks, store=store
     ), backend
+
+
+class Wrapped:
+    """A plug-in scheduler that has ours inside."""
+
+    def __init__(self, *built: Any) -> None:
+        self.inner = Scheduler(*built)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_a_scheduler_that_wraps_ours_has_adapters() -> None:
+    backend = AdapterBackend(2, num_blocks=24)
+    limits = Limits(max_model_len=48, max_num_batched_tokens=16, max_num_seqs=4, block_size=4, max_loras=2)
+    core = generation_core(
+        backend,
+        backend.layout,
+        limits,
+        backend.num_blocks,
+        store=AdapterStore(read, 2),
+        make_scheduler=lambda limits, kv, *_: cast(Scheduler, Wrapped(limits, kv)),
+    )
+    core.add_request(request("a", [1, 2, 3], adapter(1)))
+    tokens: list[int] = []
+    while core.has_work:
+        for output in core.step().outputs:
+            tokens += output.new_token_ids
+    assert tokens == alone(request("a", [1, 2, 3], adapter(1)))
 
 
 def alone(each: EngineRequest) -> list[int]:
