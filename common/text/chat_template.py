@@ -147,7 +147,8 @@ def render(
 
     `add_generation_prompt`: end with the opening of an assistant message. `continue_final_message`: end inside the last
     message, so that generation continues it. `special_tokens`: role -> text, such as "bos_token" -> "<s>".
-    `content_format`: pass message contents as text or as a list of parts; auto: detected from the template.
+    `content_format`: pass message contents as text or as a list of parts; auto: detected from the template, for answers
+    and results of tools by role.
     `must_show_tools`: refuse a template that ignores `tools`. `kwargs`: further template variables.
 
     Raises RequestError("messages") if the messages are malformed or the template rejects them,
@@ -162,8 +163,9 @@ def render(
     compiled = _compiled(template)
     _check_shown(template, tools if must_show_tools else None, documents)
     as_parts = (content_format_of(template) if content_format == "auto" else content_format) == "openai"
+    texts = _roles_with_text(template) if as_parts and content_format == "auto" else frozenset()
     try:
-        plain = [_message(f"messages[{i}]", message, as_parts) for i, message in enumerate(_nonempty(messages))]
+        plain = [_message(f"messages[{i}]", message, as_parts, texts) for i, message in enumerate(_nonempty(messages))]
         variables = plain_json("chat_template_kwargs", {**kwargs, "tools": tools, "documents": documents})
     except RecursionError:
         raise RequestError("messages", "the messages are nested too deeply") from None
@@ -311,6 +313,36 @@ def _is_content(node: nodes.Node, aliases: frozenset[str]) -> bool:
     return False
 
 
+@lru_cache(maxsize=32)
+def _roles_with_text(template: str) -> frozenset[str]:
+    """Return which of the roles "assistant" and "tool" the template shows contents of that are text.
+
+    Some templates loop over the parts of a user's content, and write others as they are.
+    """
+    mark = _END_MARK.strip()
+    arguments = {"name": "a", "arguments": {}}
+    call = {"id": "call12345", "type": "function", "function": arguments}  # Mistral's templates want nine characters.
+    question = {"role": "user", "content": [{"type": "text", "text": "q"}]}
+    result = {"role": "tool", "tool_call_id": call["id"], "name": "a", "content": mark}
+    conversations: dict[str, list[dict[str, Any]]] = {
+        "assistant": [question, {"role": "assistant", "content": mark}],
+        "tool": [question, {"role": "assistant", "content": "", "tool_calls": [call]}, result],
+    }
+    return frozenset(role for role, messages in conversations.items() if mark in _try_render(template, messages))
+
+
+_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def _try_render(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of messages, "" if the template fails."""
+    try:
+        scope = {**dict.fromkeys(_SPECIAL_TOKENS, ""), "messages": messages, "add_generation_prompt": True}
+        return _compiled(template).render(scope)
+    except Exception:  # A template can raise anything.
+        return ""
+
+
 # Messages as templates expect them.
 
 _DEVELOPER: Final = "developer"
@@ -348,11 +380,7 @@ def _shows_late_system(template: str, as_parts: bool) -> bool:
     plain = [
         {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text} for role, text in messages
     ]
-    try:
-        text = _compiled(template).render({"messages": plain, "add_generation_prompt": True})
-    except Exception:  # A template can raise anything.
-        return False
-    return _END_MARK.strip() in text
+    return _END_MARK.strip() in _try_render(template, plain)
 
 
 def _joined(contents: Sequence[str | list[dict[str, str]]]) -> str | list[dict[str, str]]:
@@ -369,15 +397,19 @@ def _nonempty(messages: object) -> Sequence[object]:
     return messages
 
 
-def _message(path: str, message: object, as_parts: bool) -> dict[str, Any]:
-    """Normalise a message: plain JSON values, content as text or parts, tool-call arguments as objects."""
+def _message(path: str, message: object, as_parts: bool, texts: frozenset[str]) -> dict[str, Any]:
+    """Normalise a message: plain JSON values, content as text or parts, tool-call arguments as objects.
+
+    `texts`: roles whose contents stay text.
+    """
     if not isinstance(message, Mapping):
         raise RequestError("messages", f"{path} must be an object with role and content")
     if not isinstance(message.get("role"), str):
         raise RequestError("messages", f"{path}.role must be a string")
     plain = _without_empty(plain_json(path, message))
-    texts = _texts(f"{path}.content", plain.get("content"))
-    plain["content"] = [{"type": "text", "text": text} for text in texts] if as_parts else "\n".join(texts)
+    content = _texts(f"{path}.content", plain.get("content"))
+    in_parts = as_parts and plain["role"] not in texts
+    plain["content"] = [{"type": "text", "text": text} for text in content] if in_parts else "\n".join(content)
     if "tool_calls" in plain:
         plain["tool_calls"] = [_tool_call(f"{path}.tool_calls", call) for call in _calls(path, plain["tool_calls"])]
     return plain

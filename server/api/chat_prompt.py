@@ -291,7 +291,19 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _shown_tools(state: ServerState, conversation: Conversation) -> list[Any]:
     """Return the tools to pass to the template."""
     hides = state.config.exclude_tools_when_tool_choice_none and conversation.tool_choice == "none"
-    return [] if hides else list(conversation.tools)
+    return [] if hides else [_in_usual_order(tool) for tool in conversation.tools]
+
+
+_USUAL_ORDER: Final = ("name", "description", "parameters")
+
+
+def _in_usual_order(tool: Any) -> Any:
+    """Return a tool with the keys of its function in the order that models are trained with, whatever a client sent."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        return tool
+    first = {key: function[key] for key in _USUAL_ORDER if key in function}
+    return {**tool, "function": {**first, **function}}
 
 
 async def _variables_of(state: ServerState, conversation: Conversation) -> frozenset[str]:

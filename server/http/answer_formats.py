@@ -40,6 +40,16 @@ class AnswerFormats:
     shows_tools: bool = True  # whether the template of conversations with tools shows them
     rows: tuple[ResolvedRow, ...] = ()  # for --explain-config
 
+    def log(self) -> None:
+        """Log what was found from the chat template, and warn if another template shows the tools."""
+        for row in self.rows:
+            logger.info("--%s: %s, %s", row.name.replace("_", "-"), row.value, row.reason)
+        if self.tools_template is not None:
+            logger.warning(
+                "the model's chat template shows no tools: conversations with tools use the built-in template "
+                "chatml_tools (--chat-template names another)"
+            )
+
 
 def answer_formats(
     config: ServerConfig,
@@ -117,10 +127,6 @@ def _tools(config: ServerConfig, hints: AnswerFormat, template: _ToolTemplate) -
         return "", ""
     name = tools_of(template.with_tools, hints.tools)
     if template.built_in is not None:
-        logger.warning(
-            "the model's chat template shows no tools: conversations with tools use the built-in template "
-            "chatml_tools (--chat-template names another)"
-        )
         return name, "as the built-in template chatml_tools shows, since the model's shows no tools"
     if not template.shows_tools:
         return "", "the chat template shows no tools"

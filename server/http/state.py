@@ -205,6 +205,8 @@ class ServerState:
             await asyncio.to_thread(self._llm.templates.start, self.chat_template or tokenizer.chat_template)
         formats = await asyncio.to_thread(lambda: self.formats)
         self._llm.read_reasoning_as(formats.reasoning)
+        if self.peers is None or self.peers.index == 0:
+            formats.log()
         self._llm.limit_queue(queue_limits(self._llm.config, info, len(set(self.config.api_key))))
         await self.adapters.load_modules()
         self.metrics.set_cache_info(cache_labels(self._llm.config, info))

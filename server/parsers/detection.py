@@ -110,7 +110,7 @@ class Probe:
         """What the template shows of tools."""
         name = str(TOOL["function"]["name"])
         return TemplateTools(
-            definitions=name in self.with_tools and "days" in self.with_tools,
+            definitions=name in self.with_tools,
             calls=str(_DAYS) in self.with_call,
             results=_RESULT in self.with_call,
         )

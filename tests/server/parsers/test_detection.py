@@ -82,6 +82,14 @@ def test_the_reasoning_format_reads_as_that_of_the_recipe(row: dict[str, str]) -
         assert reads(reasoning_format(found), row["file"]) == reads(reasoning_format(row["reasoning"]), row["file"])
 
 
+@each_row("row", rows, ids=lambda row: row["file"])
+def test_contents_are_shown_as_text(row: dict[str, str]) -> None:
+    found = probe(row["file"])
+    for shown in (found.plain, found.with_tools, found.with_call, found.with_reasoning):
+        assert "'text'" not in shown
+        assert '"text"' not in shown
+
+
 def calls(format: ToolFormat, file: str) -> bool:
     """Whether a format reads the call that a template shows."""
     tool = Tool("weather_now", {"type": "object", "properties": {"days": {"type": "integer"}}})

@@ -4,7 +4,8 @@ The model's name says how it behaves: "fake" spells the alphabet (after z it end
 "fake:endless" too, for minutes, "fake:crash" fails in its third step, "fake:exit" ends the process there, "fake:hang"
 never comes back from it, "fake:held@FILE" generates as long as a sequence has at most as many tokens as the file says,
 "fake:config" and "fake:bug" do not start. "fake:say" answers what the first message has
-between [[ and ]], "fake:harmony" too, as a model of the family with that format.
+between [[ and ]], "fake:harmony" too, as a model of the family with that format. "fake:script@FILE" plays a
+written answer (see scripted).
 "fake:pool-KIND" is a pooling model of a kind (see fake_pooling).
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 from fakes import FakeBackend, FakeTracer, full_layout
 from support.checkpoints.byte_text import EOS, byte_tokenizer
 from support.engines.fake_pooling import INFOS, fake_pooling_core
+from support.engines.scripted import scripted
 
 from pagoda.common.config.defaults import ModelLimits, Platform, resolve_limits
 from pagoda.common.config.engine import EngineConfig
@@ -41,7 +43,7 @@ WIDTH = 4
 
 CRASH_AT: int | None = 3
 """The step in which "fake:crash" fails."""
-MAX_LENS = {"say": 1024, "harmony": 1024, "endless": 65_536, "held": 65_536}
+MAX_LENS = {"say": 1024, "harmony": 1024, "endless": 65_536, "held": 65_536, "script": 131_072}
 
 
 def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
@@ -54,8 +56,7 @@ def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
     layout = full_layout(4)
     max_len = MAX_LENS.get(kind.partition("@")[0], MAX_LEN)
     num_blocks = config.cache.num_gpu_blocks_override or max_len
-    next_token = held(Path(kind.removeprefix("held@"))) if kind.startswith("held@") else NEXT.get(kind, alphabet)
-    backend = FakeBackend(layout, num_blocks=num_blocks, next_token=next_token)
+    backend = FakeBackend(layout, num_blocks=num_blocks, next_token=next_token_of(kind))
     if kind == "crash":
         backend.fail_at = CRASH_AT
     limits = resolve_limits(
@@ -87,6 +88,18 @@ def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
         core.profiler = StepProfiler(FakeTracer(backend))
     sleeper = Sleeper(backend, core, lambda: [("w", np.zeros(1))]) if config.model.enable_sleep_mode else None
     return BuiltEngine(core, backend, info, sleeper=sleeper, structured=structured)
+
+
+def next_token_of(kind: str) -> Callable[[list[int]], int]:
+    """Return the function from a sequence to its next token."""
+    name, _, file = kind.partition("@")
+    match name:
+        case "held":
+            return held(Path(file))
+        case "script":
+            return scripted(Path(file))
+        case _:
+            return NEXT.get(name, alphabet)
 
 
 def alphabet(history: list[int]) -> int:
