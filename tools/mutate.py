@@ -11,9 +11,10 @@
     python tools/mutate.py --revision COMMIT           mutate and test that commit in place of the working tree
 
 Each mutant changes one operator, constant, condition or statement of one file in a copy of the checkout. The test files
-that import the file run in turn, the nearest first, those of `make test` alone, until one fails or a minute of
-processor time is used up (`--budget`; `tests/data/budgets.json` says what each needs). A test that fails or hangs
-counts only if its file passes without the mutant. Exit status 1 if fewer than `--at-least` are caught.
+that import the file run in turn, those of its target first, then the nearest, those of `make test` alone, until one
+fails or 60 units of processor time are used up (`--budget`; `tests/data/budgets.json` says what each needs, in the same
+units). A test that fails or hangs counts only if its file passes without the mutant. Exit status 1 if fewer than
+`--at-least` are caught.
 Mutants in tools/equivalent_mutants.txt cannot change behaviour and are never chosen.
 """
 
@@ -33,14 +34,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from mutation import child, forks
-from mutation.child import Work
-from mutation.forks import Fork, Outcome
-from mutation.mutants import Mutant, Name, Sources, Target, choose
-from mutation.nearest import Imports, recorded_seconds, within
-from mutation.targets import SETS, Set, missing, unknown
-
 ROOT: Final = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))  # for support
+
+from mutation import child, forks  # noqa: E402
+from mutation.child import Work  # noqa: E402
+from mutation.forks import Fork, Outcome  # noqa: E402
+from mutation.mutants import Mutant, Name, Sources, Target, choose  # noqa: E402
+from mutation.nearest import Imports, recorded_units, within  # noqa: E402
+from mutation.targets import SETS, Set, missing, unknown  # noqa: E402
+
 PRELOADED: Final = (
     *("numpy", "torch", "triton", "transformers", "tokenizers", "safetensors.torch", "hypothesis"),
     *("fastapi", "uvicorn", "pydantic", "openai", "msgspec"),
@@ -70,7 +73,7 @@ class Result:
     outcome: str
     how: str = ""
     by: str = ""
-    seconds: float = 0.0
+    units: float = 0.0
     files: int = 0
 
 
@@ -82,7 +85,7 @@ class Report:
     path: Path | None
     results: dict[Name, Result] = field(default_factory=dict)
     failing: set[str] = field(default_factory=set)  # test files that fail without a mutant
-    measured: dict[str, float] = field(default_factory=dict)  # test file without a record -> processor seconds
+    measured: dict[str, float] = field(default_factory=dict)  # test file without a record -> units of processor time
 
     def read(self) -> None:
         """Take over what the file has. Raises ValueError if it is of another run."""
@@ -92,7 +95,7 @@ class Report:
         if other := [key for key in ("commit", "marker", "budget") if stored[key] != self.about[key]]:
             raise ValueError(f"{self.path} is of another {', '.join(other)}: name another file")
         self.failing = set(stored["tests that fail without a mutant"])
-        self.measured = stored["processor seconds of tests without a record"]
+        self.measured = stored["units of tests without a record"]
         for row in stored["mutants"]:
             result = Result(**(row | {"mutant": Name(**row["mutant"])}))
             self.results[result.mutant] = result
@@ -108,7 +111,7 @@ class Report:
             "survived": sum(result.outcome == "survived" for result in known),
             "gone": sum(result.outcome == "gone" for result in known),
             "tests that fail without a mutant": sorted(self.failing),
-            "processor seconds of tests without a record": dict(sorted(self.measured.items())),
+            "units of tests without a record": dict(sorted(self.measured.items())),
             "mutants": [asdict(result) for result in known],
         }
         partial = self.path.with_suffix(".partial")
@@ -118,7 +121,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tests to run with a mutant, or without one, for at most `budget` processor seconds."""
+    """Tests to run with a mutant, or without one, for at most `budget` units of processor time."""
 
     mutant: Mutant | None
     tests: tuple[str, ...]
@@ -128,9 +131,9 @@ class Run:
 class Judge:
     """Decides for each mutant which tests run, and what follows."""
 
-    def __init__(self, root: Path, sources: Sources, report: Report, seconds: dict[str, float], budget: float) -> None:
+    def __init__(self, root: Path, sources: Sources, report: Report, units: dict[str, float], budget: float) -> None:
         self._imports, self._sources, self._report = Imports(root), sources, report
-        self._recorded, self._budget = seconds, budget
+        self._recorded, self._budget = units, budget
         self._good: set[str] = set()  # test files that pass without a mutant
 
     def judge(self, chosen: Chosen) -> Generator[Run, Outcome, Result]:
@@ -138,10 +141,10 @@ class Judge:
         mutant = self._sources.find(chosen.name)
         if mutant is None:
             return Result(chosen.target, chosen.name, "gone")
-        seconds, passed = 0.0, list[str]()
-        while seconds < self._budget and (tests := self._tests(chosen.name, passed)):
-            outcome = yield Run(mutant, tests, self._budget - seconds)
-            seconds += outcome.seconds
+        units, passed = 0.0, list[str]()
+        while units < self._budget and (tests := self._tests(chosen, passed)):
+            outcome = yield Run(mutant, tests, self._budget - units)
+            units += outcome.units
             passed += [name for name in outcome.files if name != outcome.file]
             self._learn(outcome)
             if outcome.passed:
@@ -151,22 +154,23 @@ class Judge:
                 (self._good if without.passed else self._report.failing).add(outcome.file)
             if outcome.file in self._good:
                 return Result(
-                    chosen.target, chosen.name, "caught", outcome.how, outcome.test, round(seconds, 1), len(passed) + 1
+                    chosen.target, chosen.name, "caught", outcome.how, outcome.test, round(units, 1), len(passed) + 1
                 )
-        return Result(chosen.target, chosen.name, "survived", seconds=round(seconds, 1), files=len(passed))
+        return Result(chosen.target, chosen.name, "survived", units=round(units, 1), files=len(passed))
 
-    def _tests(self, name: Name, passed: Sequence[str]) -> tuple[str, ...]:
-        """The test files near a mutant within the budget that have not run yet."""
-        seconds = self._report.measured | self._recorded
-        near = self._imports.tests(name.path, seconds, f"{name.function} {name.before}")
-        near = [test for test in near if test not in self._report.failing]
-        return tuple(test for test in within(near, seconds, self._budget) if test not in passed)
+    def _tests(self, chosen: Chosen, passed: Sequence[str]) -> tuple[str, ...]:
+        """The test files of a mutant's target and those near it, within the budget, that have not run yet."""
+        name, units = chosen.name, self._report.measured | self._recorded
+        first = next((target.tests for each in SETS for target in each.targets if target.name == chosen.target), ())
+        near = self._imports.tests(name.path, units, f"{name.function} {name.before}")
+        near = [test for test in dict.fromkeys([*first, *near]) if test not in self._report.failing]
+        return tuple(test for test in within(near, units, self._budget) if test not in passed)
 
     def _learn(self, outcome: Outcome) -> None:
         """What files without a record need: a file that was cut off at the budget needs more than that."""
-        for name, seconds in outcome.measured.items():
+        for name, units in outcome.measured.items():
             if name not in self._recorded:
-                self._report.measured[name] = max(seconds, self._report.measured.get(name, 0))
+                self._report.measured[name] = max(units, self._report.measured.get(name, 0))
 
 
 class Slot:
@@ -232,7 +236,7 @@ def run_all(chosen: Sequence[Chosen], slots: Sequence[Slot], judge: Judge, repor
 
 
 def _line(result: Result) -> str:
-    what = f"{result.outcome} ({result.target}, {result.seconds:.0f} s): {result.mutant.describe()}"
+    what = f"{result.outcome} ({result.target}, {result.units:.0f} units): {result.mutant.describe()}"
     return f"{what}\n    {result.how} {result.by}" if result.by else what
 
 
@@ -294,7 +298,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--revision", help="commit to mutate and test; default: the working tree")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where results are written")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tested at a time")
-    parser.add_argument("--budget", type=float, default=60, help="processor seconds of the tests of a mutant")
+    parser.add_argument("--budget", type=float, default=60, help="units of processor time of the tests of a mutant")
     parser.add_argument("--budgets", type=Path, metavar="FILE", help="table in place of tests/data/budgets.json")
     parser.add_argument("--marker", help="expression for pytest's -m; default: the tests of `make test`")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
@@ -332,10 +336,10 @@ def _run(args: argparse.Namespace, checkouts: list[Path], sources: Sources) -> i
     empty.mkdir()
     child.preload(PRELOADED, empty)
     forks.adopt_orphans()
-    seconds = recorded_seconds(args.budgets or checkouts[0] / "tests" / "data" / "budgets.json")
+    units = recorded_units(args.budgets or checkouts[0] / "tests" / "data" / "budgets.json")
     model = Path(os.environ.get("PAGODA_TEST_MODEL", ROOT / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"))
     options = Options(args.marker, model.resolve() if model.is_file() else None)
-    judge = Judge(checkouts[0], sources, report, seconds, args.budget)
+    judge = Judge(checkouts[0], sources, report, units, args.budget)
     run_all(chosen, [Slot(checkout, options) for checkout in checkouts], judge, report)
     results = [report.results[each.name] for each in chosen]
     caught = sum(result.outcome == "caught" for result in results)

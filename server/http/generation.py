@@ -56,18 +56,15 @@ def num_prompt_tokens(output: RequestOutput) -> int:
 class RequestLog:
     """Logs prompts and, with --enable-log-outputs, outputs of one HTTP request. Texts are cut to --max-log-len."""
 
-    def __init__(self, config: ServerConfig, params: SamplingParams | PoolingParams, *, enabled: bool) -> None:
+    def __init__(self, config: ServerConfig, params: SamplingParams | PoolingParams) -> None:
         self._limit = config.max_log_len
         self._params = params
-        self._logs_prompts = enabled
-        self.logs_outputs = enabled and config.enable_log_outputs
+        self.logs_outputs = config.enable_log_outputs
         self._logs_deltas = config.enable_log_deltas and params.output_kind is RequestOutputKind.DELTA
         self._texts: dict[tuple[str, int], list[str]] = {}
 
     def log_prompt(self, request_id: str, prompt: PromptType, user: str | None) -> None:
         """Log a prompt that is submitted."""
-        if not self._logs_prompts:
-            return
         shown = _shown_prompt(prompt, self._limit)
         params = shortened(repr(self._params), 1000)
         logger.info("request %s: %s, params %s, user %r", request_id, shown, params, user)
@@ -154,7 +151,7 @@ class PromptBatch:
         seconds = state.config.request_timeout
         self._deadline = began + seconds if seconds else None  # None: the time is unlimited.
         logs = self._llm.config.observability.enable_log_requests
-        self._log = RequestLog(state.config, params, enabled=logs) if logs else None
+        self._log = RequestLog(state.config, params) if logs else None
 
     @asynccontextmanager
     async def _running(self) -> AsyncGenerator[None, None]:

@@ -44,8 +44,9 @@ def test_every_file_function_and_equivalent_mutant_exists(sources: Sources) -> N
 
 
 def test_missing_paths_are_named(sources: Sources) -> None:
-    target = Target("parsers", ("server/gone/*.py", "server/parsers/parser.py"), ("_text", "gone"))
-    assert missing(sources, [target]) == ["parsers: server/gone/*.py", "parsers: function gone"]
+    target = Target("parsers", ("server/gone/*.py", "server/parsers/parser.py"), ("_text", "gone"), ("tests/gone.py",))
+    gone = ["parsers: server/gone/*.py", "parsers: tests/gone.py", "parsers: function gone"]
+    assert missing(sources, [target]) == gone
     known = "server/parsers/parser.py _text: gone -> pass"
     assert unknown(sources, [target], frozenset([known])) == [known]
 
@@ -169,7 +170,10 @@ def test_tests_that_fail_or_hang_catch_mutants_unless_they_fail_anyway(tmp_path:
         "tests/test_far.py": "def test_far():\n    raise AssertionError('imports nothing of the product')\n",
         **{
             path.relative_to(ROOT).as_posix(): path.read_text()
-            for path in [*(ROOT / "tools" / "mutation").glob("*.py"), ROOT / "tools" / "mutate.py"]
+            for path in [
+                *(ROOT / "tools" / "mutation").glob("*.py"),
+                *(ROOT / "tools" / "mutate.py", ROOT / "tests" / "support" / "suite" / "clock.py"),
+            ]
         },
         "tools/equivalent_mutants.txt": "",
     }

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from mutation.nearest import Imports, recorded_seconds, within
+from mutation.nearest import Imports, recorded_units, within
 
 FILES = {
     "__init__.py": "",
@@ -87,8 +87,8 @@ def test_files_are_taken_in_order_while_they_fit() -> None:
     assert within(["a", "b", "c", "unrecorded", "d"], seconds, 60) == ["a", "c", "unrecorded"]
 
 
-def test_recorded_seconds_are_optional(tmp_path: Path) -> None:
+def test_recorded_units_are_optional(tmp_path: Path) -> None:
     path = tmp_path / "budgets.json"
-    assert recorded_seconds(path) == {}
+    assert recorded_units(path) == {}
     path.write_text(json.dumps({"unit": "seconds", "files": {"test_a.py": 2, "common/test_b.py": 0.5}}))
-    assert recorded_seconds(path) == {"tests/test_a.py": 2.0, "tests/common/test_b.py": 0.5}
+    assert recorded_units(path) == {"tests/test_a.py": 2.0, "tests/common/test_b.py": 0.5}

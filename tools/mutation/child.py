@@ -7,9 +7,9 @@ import gc
 import io
 import json
 import os
-import resource
 import shutil
 import signal
+import statistics
 import sys
 import traceback
 from collections.abc import Sequence
@@ -20,11 +20,12 @@ from types import ModuleType
 from typing import NoReturn, TextIO
 
 import pytest
+from support.suite.clock import LOOPS_PER_UNIT, calibrate, processor_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Test files to run in order, in a copy of the checkout, until `budget` processor seconds are used."""
+    """Test files to run in order, in a copy of the checkout, until `budget` units of processor time are used."""
 
     checkout: Path
     tests: tuple[str, ...]
@@ -33,18 +34,18 @@ class Work:
     model: Path | None  # the real model, without which its tests are left out
 
 
-def processor_seconds() -> float:
-    """Those of this process and of its children that ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
-
-
 class Reporter:
     """A plugin of pytest that writes each test as it starts, and the first that fails; it stops at the budget."""
 
     def __init__(self, out: TextIO, work: Work) -> None:
         self._out, self._work = out, work
         self.stopped = False
+        self._unit = LOOPS_PER_UNIT * statistics.median(calibrate() for _ in range(5))
+        self.write(unit=self._unit)
+
+    def used(self) -> float:
+        """The units of processor time of this process and of its children that ended."""
+        return processor_seconds() / self._unit
 
     def write(self, **line: object) -> None:
         """One line of the report."""
@@ -75,7 +76,7 @@ class Reporter:
 
     def pytest_runtest_logfinish(self) -> None:
         """Stop where the budget ends."""
-        if processor_seconds() > self._work.budget:
+        if self.used() > self._work.budget:
             self.stopped, self._session.shouldstop = True, "the budget is used up"
 
 
@@ -99,10 +100,13 @@ def run(work: Work, report: Path, log: Path) -> NoReturn:
 
 
 def _enter(work: Work) -> None:
-    """Be a fresh interpreter in the checkout: its package, and nothing of this tool."""
+    """Be a fresh interpreter in the checkout: its package, and nothing of this tool and of what it imports."""
     here = Path(__file__).resolve().parents[1]
-    sys.path[:] = [str(work.checkout.parent), *(each for each in sys.path if Path(each).resolve() != here)]
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("mutation", "mutate", "__main__")]:
+    ours = (here, here.parent / "tests")
+    sys.path[:] = [str(work.checkout.parent), *(each for each in sys.path if Path(each).resolve() not in ours)]
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] in ("mutation", "mutate", "support", "__main__")
+    ]:
         del sys.modules[name]
     sys.modules["__main__"] = ModuleType("__main__")
     sys.argv[:] = ["pytest"]
@@ -119,12 +123,12 @@ def _run_files(work: Work, reporter: Reporter, temporary: Path) -> int:
     if work.marker is not None:
         options += ["-m", work.marker]
     for path in work.tests:
-        if reporter.stopped or (before := processor_seconds()) > work.budget:
+        if reporter.stopped or (before := reporter.used()) > work.budget:
             break
         code = pytest.main([*options, path], plugins=[reporter])
         fine = code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
         fine |= code == pytest.ExitCode.INTERRUPTED and reporter.stopped
-        reporter.write(file=path, seconds=processor_seconds() - before, whole=not reporter.stopped, passed=fine)
+        reporter.write(file=path, units=reporter.used() - before, whole=not reporter.stopped, passed=fine)
         if not fine:
             return 1
     return 0

@@ -42,11 +42,11 @@ class Outcome:
     how: str = ""  # "failed", "processor time", "idle", "memory", "ended"
     test: str = ""  # the test in which it did
     file: str = ""  # its file
-    seconds: float = 0.0  # of processor time
+    units: float = 0.0  # of processor time
     files: tuple[str, ...] = ()  # test files that ran
     measured: dict[str, float] = field(
         default_factory=dict
-    )  # test file -> processor seconds; cut off: above the budget
+    )  # test file -> units of processor time; cut off: above the budget
 
 
 @dataclass(slots=True)
@@ -101,15 +101,16 @@ class Fork:
     def outcome(self, status: int, seconds: float) -> Outcome:
         """How it ended, with this exit status after this much processor time."""
         lines = [json.loads(line) for line in self._report.read_text().splitlines() if line.endswith("}")]
+        units = seconds / next((line["unit"] for line in lines if "unit" in line), 1.0)
         files = [line for line in lines if "file" in line]
         done = tuple(line["file"] for line in files if line["passed"])
         measured = {
-            line["file"]: round(line["seconds"] if line["whole"] else max(line["seconds"], self._work.budget) + 1, 2)
+            line["file"]: round(line["units"] if line["whole"] else max(line["units"], self._work.budget) + 1, 2)
             for line in files
             if line["passed"]
         }
         if os.waitstatus_to_exitcode(status) == 0:
-            return Outcome(True, seconds=seconds, files=done, measured=measured)
+            return Outcome(True, units=units, files=done, measured=measured)
         failed = [line["failed"] for line in lines if "failed" in line]
         started = [line["started"] for line in lines if "started" in line]
         file = self._work.tests[min(len(done), len(self._work.tests) - 1)]
@@ -118,7 +119,7 @@ class Fork:
             how=self._stopped or ("failed" if failed else "ended"),
             test=[*started, *failed][-1] if started or failed else file,
             file=file,
-            seconds=seconds,
+            units=units,
             files=(*done, file),
             measured=measured,
         )

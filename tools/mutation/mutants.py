@@ -19,6 +19,7 @@ class Target:
     name: str
     files: tuple[str, ...]
     functions: tuple[str, ...] = ()  # mutate these alone; (): everything
+    tests: tuple[str, ...] = ()  # files of tests that run first, since they reach the files through a registry
 
     def paths(self, root: Path) -> list[str]:
         """The files that the patterns match, in the order of the patterns."""

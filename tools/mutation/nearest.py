@@ -14,13 +14,13 @@ from typing import Final
 
 PRODUCT: Final = ("common", "backends", "kernels_pallas", "server", "benchmarks")
 UNRECORDED: Final = 4.0
-"""Processor seconds that a test file without a record is taken to need."""
+"""Units of processor time that a test file without a record is taken to need."""
 
 
-def recorded_seconds(path: Path) -> dict[str, float]:
-    """Test file -> processor seconds, from the table of budgets (`support.suite.budgets`); {} without one."""
+def recorded_units(path: Path) -> dict[str, float]:
+    """Test file -> units of processor time, from the table of budgets (`support.suite.budgets`); {} without one."""
     table = json.loads(path.read_text(encoding="utf-8"))["files"] if path.is_file() else {}
-    return {f"tests/{name}": float(seconds) for name, seconds in table.items()}
+    return {f"tests/{name}": float(units) for name, units in table.items()}
 
 
 class Imports:
@@ -33,18 +33,18 @@ class Imports:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def tests(self, path: str, seconds: Mapping[str, float], place: str = "") -> list[str]:
+    def tests(self, path: str, units: Mapping[str, float], place: str = "") -> list[str]:
         """The test files that reach `path`: first those that have its name, then those that import it themselves.
 
         The others, and each of these groups in itself, by the rare words that they share with the file, those in
-        `place` (a line of it, say) four times, for each import in between and for the processor seconds that they cost.
+        `place` (a line of it, say) four times, for each import in between and for the units that they cost.
         """
         distances, own, emphasised = self._distances(path), _words((self.root / path).read_text()), _words(place)
 
         def worth(name: str) -> float:
             words = self._words[name]
             shared = sum(self._rarity[word] * (4 if word in emphasised else 1) for word in words & own)
-            return shared / sqrt(len(words) + 1) / distances[name] / (10 + seconds.get(name, UNRECORDED))
+            return shared / sqrt(len(words) + 1) / distances[name] / (10 + units.get(name, UNRECORDED))
 
         found = sorted(name for name in distances if _is_test(name))
         return sorted(found, key=lambda name: (not _has_name_of(name, path), distances[name] > 1, -worth(name)))
@@ -167,11 +167,11 @@ class Imports:
         return self.modules.get(module)
 
 
-def within(files: Sequence[str], seconds: Mapping[str, float], budget: float) -> list[str]:
-    """Those of the files, in their order, whose processor seconds together are within the budget."""
+def within(files: Sequence[str], units: Mapping[str, float], budget: float) -> list[str]:
+    """Those of the files, in their order, whose units together are within the budget."""
     kept, left = [], budget
     for name in files:
-        if (cost := seconds.get(name, UNRECORDED)) <= left:
+        if (cost := units.get(name, UNRECORDED)) <= left:
             kept.append(name)
             left -= cost
     return kept

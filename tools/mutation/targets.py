@@ -83,9 +83,17 @@ BREADTH: Final = Set(
                 "kernels_pallas/chips.py",
             ),
         ),
-        Target("families", ("common/models/families/**/*.py", "common/models/hf_config.py")),
+        Target(
+            "families",
+            ("common/models/families/**/*.py", "common/models/hf_config.py"),
+            tests=("tests/models/test_parity.py",),
+        ),
         Target("weights", ("common/weights/*.py", "common/weights/gguf/**/*.py")),
-        Target("quantisation", ("common/weights/quantization/**/*.py",)),
+        Target(
+            "quantisation",
+            ("common/weights/quantization/**/*.py",),
+            tests=("tests/backends/contract/test_scheme_support.py",),
+        ),
         Target(
             "LoRA",
             (
@@ -95,6 +103,7 @@ BREADTH: Final = Set(
                 "backends/jax_tpu/model/lora.py",
                 "backends/jax_tpu/weights/adapters.py",
             ),
+            tests=("tests/backends/contract/test_lora.py",),
         ),
         Target(
             "device drafts",
@@ -105,6 +114,7 @@ BREADTH: Final = Set(
                 "backends/torch_decoder/drafters.py",
                 "backends/jax_tpu/drafters/*.py",
             ),
+            tests=("tests/backends/drafts/test_draft_steps.py",),
         ),
         Target("http", ("server/http/*.py",)),
         Target("request fields", ("server/api/openai/**/*.py",)),
@@ -118,12 +128,15 @@ SETS: Final = (ENGINE, BREADTH)
 
 
 def missing(sources: Sources, targets: Sequence[Target]) -> list[str]:
-    """The patterns that match no file and the functions that do not exist, with the target's name."""
+    """The patterns that match no file, and the functions and tests that do not exist, with the target's name."""
     gone = [
         f"{target.name}: {pattern}"
         for target in targets
         for pattern in target.files
         if not Target(target.name, (pattern,)).paths(sources.root)
+    ]
+    gone += [
+        f"{target.name}: {test}" for target in targets for test in target.tests if not (sources.root / test).is_file()
     ]
     for target in (each for each in targets if each.functions):
         defined = {node.name for path in target.paths(sources.root) for node in sources.file(path).functions}

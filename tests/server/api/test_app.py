@@ -208,6 +208,8 @@ def test_draining_refuses_and_finishes(slow: LiveServer) -> None:
     assert slow.get("/ready")[0] == 503
     assert slow.get("/health")[0] == 200
     assert slow.post("/v1/completions", TEXT)[0] == 503
+    batch = {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"}
+    assert slow.post("/v1/batches", batch)[0] == 503
     eventually(lambda: slow.llm.stats.running == 0)
 
 

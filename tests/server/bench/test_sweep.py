@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.suite.own_address import OWN_ADDRESS, own_port
 
-from pagoda.common.config.groups.bench.sweep import ParetoConfig, SweepConfig
+from pagoda.common.config.groups.bench.sweep import ParetoConfig, SweepConfig, SweepServeConfig
 from pagoda.common.errors import ConfigError, PagodaError
 from pagoda.server.bench.report import plots
 from pagoda.server.bench.sweep import plot
@@ -104,6 +104,15 @@ def test_linked_parameters() -> None:
     assert linked(serve, bench, ["max_num_seqs=max_concurrency"])
     assert not linked(serve, Combination.of({"max_concurrency": 9}), ["max_num_seqs=max_concurrency"])
     assert not linked(Combination.of({}), Combination.of({}), ["max_num_seqs=max_concurrency"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("server_ready_timeout", 0), ("warmup_num_prompts", -1), ("link_vars", ("a=",)), ("bench_cmd", " ")],
+)
+def test_unusable_settings_name_their_flag(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match="--" + field.replace("_", "-")):
+        SweepServeConfig(**{"serve_cmd": "a", "bench_cmd": "b", field: value})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import resource
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 import pytest
 from support.suite import fork_server
+from support.suite.clock import LOOPS_PER_UNIT, calibrate, processor_seconds
 
 TESTS: Final = Path(__file__).resolve().parents[2]
 TABLE: Final = TESTS / "data" / "budgets.json"
@@ -48,29 +48,6 @@ MAX_MEMORY: Final = 2 << 30
 TOO_MUCH_MEMORY: Final = 5 << 29
 """The same from which it fails the run: processors whose libraries store weights in other forms need more."""
 
-_LOOP: Final = 60_000
-"""Iterations of the calibration loop: about 10 ms."""
-
-_LOOPS_PER_UNIT: Final = 100
-
-
-def calibrate() -> float:
-    """Return the processor seconds of one calibration loop, which does what most tests do: objects, dicts, calls."""
-    begin = time.process_time()
-    table: dict[int, tuple[int, str]] = {}
-    for number in range(_LOOP):
-        key = number * 7919 % 1024
-        table[key] = (number, str(key))
-        if table[key][0] % 3 == 0:
-            table.pop(key, None)
-    return time.process_time() - begin
-
-
-def processor_seconds() -> float:
-    """Return the user and system time of this process and of the children that it has waited for."""
-    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
-
 
 def peak_memory() -> int:
     """Return the bytes of resident memory that this process has reached."""
@@ -88,7 +65,7 @@ class Usage:
 
     def units(self) -> dict[str, float]:
         """Return the units of each file."""
-        unit = statistics.median(self.loops) * _LOOPS_PER_UNIT if self.loops else 1.0
+        unit = statistics.median(self.loops) * LOOPS_PER_UNIT if self.loops else 1.0
         return {name: seconds / unit for name, seconds in self.seconds.items()}
 
 
@@ -164,7 +141,7 @@ class Judge:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         used, table = total(self.usages), read()
         loops = [loop for usage in self.usages for loop in usage.loops]
-        unit = statistics.median(loops) * _LOOPS_PER_UNIT if loops else 1.0
+        unit = statistics.median(loops) * LOOPS_PER_UNIT if loops else 1.0
         terminalreporter.section("processor time")
         terminalreporter.line(
             f"{sum(used.values()):.0f} units of {unit:.2f} s, the table has {sum(table.values()):.0f}; "
