@@ -95,7 +95,7 @@ FORMATS = (
     ),
     Format(
         template="google-gemma-4-31B-it.jinja",
-        definition='<|tool>declaration:weather{description:<|"|>The weather of a city.<|"|>,parameters:{properties:{city:',
+        definition='<|tool>declaration:weather{description:<|"|>The weather of a city.<|"|>,parameters:{',
         openings=("<|turn>model\n<|channel>thought\n<channel|>", "<tool_response|>"),
         call='<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|>',
         result=f'<|tool_response>response:weather{{value:<|"|>{RESULT}<|"|>}}<tool_response|>',
