@@ -61,14 +61,9 @@ _CALL: Final[Mapping[str, Any]] = {
 class TemplateTools:
     """What a template shows of tools."""
 
-    definitions: bool  # the tools' names and parameters
+    definitions: bool
     calls: bool  # the assistant's earlier calls
     results: bool  # their results
-
-    @property
-    def complete(self) -> bool:
-        """Whether a conversation with tools can be continued."""
-        return self.definitions and self.calls and self.results
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +73,7 @@ class Probe:
     source: str  # the template
     plain: str  # a question, with the opening of the answer
     with_tools: str  # the same with tools
+    shows_tools: bool  # whether tools change the rendering
     with_call: str  # question, call and result
     with_reasoning: str  # question, and an answer with reasoning
 
@@ -92,10 +88,12 @@ class Probe:
         }
         keys = ("reasoning", "reasoning_content", "thinking")
         answer = {"role": "assistant", "content": _ANSWER, **dict.fromkeys(keys, _THOUGHT)}
+        without_tools, with_tools = _with_tools(render, question)
         return cls(
             source=source,
             plain=_rendered(render, [question], None, opens=True),
-            with_tools=_with_tools(render, question),
+            with_tools=with_tools,
+            shows_tools=with_tools != without_tools,
             with_call=_rendered(render, [question, call, result], [TOOL], opens=False),
             with_reasoning=_rendered(render, [question, answer], None, opens=False),
         )
@@ -108,9 +106,8 @@ class Probe:
     @property
     def tools(self) -> TemplateTools:
         """What the template shows of tools."""
-        name = str(TOOL["function"]["name"])
         return TemplateTools(
-            definitions=name in self.with_tools,
+            definitions=self.shows_tools,
             calls=str(_DAYS) in self.with_call,
             results=_RESULT in self.with_call,
         )
@@ -133,13 +130,16 @@ def _rendered(render: Render, messages: Sequence[Mapping[str, Any]], tools: Any,
         return ""
 
 
-def _with_tools(render: Render, question: Mapping[str, Any]) -> str:
-    """Return a question with tools; after a system message if the template shows no tools without one."""
-    shown = _rendered(render, [question], [TOOL], opens=True)
-    if TOOL["function"]["name"] in shown:
-        return shown
+def _with_tools(render: Render, question: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a question without and with tools; after a system message if the template shows no tools else."""
     system = {"role": "system", "content": "Call functions where they help."}
-    return _rendered(render, [system, question], [TOOL], opens=True) or shown
+    shown = ("", "")
+    for messages in ([question], [system, question]):
+        without = _rendered(render, messages, None, opens=True)
+        shown = (without, _rendered(render, messages, [TOOL], opens=True) or without)
+        if shown[0] != shown[1]:
+            break
+    return shown
 
 
 _MARKUP_ENDS: Final = ">]\n"

@@ -1,6 +1,6 @@
 """The loop of an agent with no flag for tools: a tool is shown to the model, called, answered, and its result read.
 
-The model plays written answers (see support.engines.scripted): it calls the tool only if its prompt holds the tool's
+The model plays written answers (see fake_engine.Script): it calls the tool only if its prompt holds the tool's
 name, description and parameter as the published chat template writes them, and answers only if it holds the result.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines.scripted import LOST, Script, Turn
+from support.engines.fake_engine import LOST, Script, Turn
 from support.servers.live_server import LiveServer, live_server
 from support.suite.rows import each_row
 

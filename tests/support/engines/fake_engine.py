@@ -4,8 +4,8 @@ The model's name says how it behaves: "fake" spells the alphabet (after z it end
 "fake:endless" too, for minutes, "fake:crash" fails in its third step, "fake:exit" ends the process there, "fake:hang"
 never comes back from it, "fake:held@FILE" generates as long as a sequence has at most as many tokens as the file says,
 "fake:config" and "fake:bug" do not start. "fake:say" answers what the first message has
-between [[ and ]], "fake:harmony" too, as a model of the family with that format. "fake:script@FILE" plays a
-written answer (see scripted).
+between [[ and ]], "fake:harmony" too, as a model of the family with that format. "fake:script@FILE" plays
+written answers (see Script).
 "fake:pool-KIND" is a pooling model of a kind (see fake_pooling).
 """
 
@@ -23,7 +23,6 @@ import numpy as np
 from fakes import FakeBackend, FakeTracer, full_layout
 from support.checkpoints.byte_text import EOS, byte_tokenizer
 from support.engines.fake_pooling import INFOS, fake_pooling_core
-from support.engines.scripted import scripted
 
 from pagoda.common.config.defaults import ModelLimits, Platform, resolve_limits
 from pagoda.common.config.engine import EngineConfig
@@ -97,7 +96,7 @@ def next_token_of(kind: str) -> Callable[[list[int]], int]:
         case "held":
             return held(Path(file))
         case "script":
-            return scripted(Path(file))
+            return played(Path(file))
         case _:
             return NEXT.get(name, alphabet)
 
@@ -128,6 +127,52 @@ def allow(file: Path, tokens: int) -> None:
     new = file.with_suffix(".new")
     new.write_text(str(tokens))
     new.rename(file)
+
+
+LOST = "I was not shown what I need."
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """What the model says if its prompt holds all of `needs`."""
+
+    needs: list[str]
+    says: str
+
+
+class Script(msgspec.Struct, frozen=True):
+    """`openings`: what the chat template opens an answer with; the last one in a text is where the answer begins."""
+
+    openings: list[str]
+    turns: list[Turn]
+
+    def write(self, file: Path) -> str:
+        """Write the script and return the name of the model that plays it."""
+        file.write_bytes(msgspec.json.encode(self))
+        return f"fake:script@{file}"
+
+    def answer(self, prompt: str) -> str:
+        """Return what the model says after a prompt."""
+        fitting = [turn.says for turn in self.turns if all(need in prompt for need in turn.needs)]
+        return fitting[-1] if fitting else LOST
+
+
+def played(file: Path) -> Callable[[list[int]], int]:
+    """Return the function from a sequence's bytes to the next byte of its answer."""
+    script = msgspec.json.decode(file.read_bytes(), type=Script)
+    openings = [opening.encode() for opening in script.openings]
+
+    def next_token(history: list[int]) -> int:
+        if history[-1] == EOS:  # a step planned ahead, whose token nobody reads
+            return EOS
+        text = bytes(token for token in history if token != EOS)
+        begin = max((text.rfind(opening) + len(opening) for opening in openings if opening in text), default=None)
+        if begin is None:  # a chunk of a prompt, or a prompt of another template
+            return EOS
+        answer = script.answer(text[:begin].decode(errors="replace")).encode()
+        said = len(text) - begin
+        return answer[said] if said < len(answer) else EOS
+
+    return next_token
 
 
 def leave(history: list[int]) -> int:

@@ -1,59 +1,71 @@
-"""A model that plays written answers, for tests of the loop of an agent: what it says depends on what its prompt holds.
-
-Its name is "fake:script@FILE". FILE is JSON of a Script. The model plays the last turn whose needs are all in its
-prompt, and LOST if there is none, so that a client sees a call only if the model was shown the tool, and an answer only
-if it was shown the result.
-"""
+"""Scripted outputs: each character of the text is parsed as one event of a script."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
-import msgspec
-from support.checkpoints.byte_text import EOS
+from hypothesis import strategies as st
 
-LOST = "I was not shown what I need."
-
-
-class Turn(msgspec.Struct, frozen=True):
-    """What the model says if its prompt holds all of `needs`."""
-
-    needs: list[str]
-    says: str
+from pagoda.server.outputs import CompletionOutput, RequestOutput
+from pagoda.server.parsers.output_parser import DeltaParser
+from pagoda.server.parsers.parser import Arguments, Content, Event, Reasoning, ToolCall
 
 
-class Script(msgspec.Struct, frozen=True):
-    """`openings`: what the chat template opens an answer with; the last one in a text is where the answer begins."""
+class ScriptedParser:
+    """Returns one event per character and buffers the last `keep` events until the end."""
 
-    openings: list[str]
-    turns: list[Turn]
+    reasoning_tokens = 7
 
-    def write(self, file: Path) -> str:
-        """Write the script and return the name of the model that plays it."""
-        file.write_bytes(msgspec.json.encode(self))
-        return f"fake:script@{file}"
+    def __init__(self, events: Sequence[Event], keep: int = 0) -> None:
+        self._events = list(events)
+        self._keep = keep
 
-    def answer(self, prompt: str) -> str:
-        """Return what the model says after a prompt."""
-        fitting = [turn.says for turn in self.turns if all(need in prompt for need in turn.needs)]
-        return fitting[-1] if fitting else LOST
+    def feed(self, text: str, token_ids: Sequence[int] | None = None) -> list[Event]:
+        count = min(len(text), max(0, len(self._events) - self._keep))
+        events, self._events = self._events[:count], self._events[count:]
+        return events
+
+    def finish(self) -> list[Event]:
+        return self._events
 
 
-def scripted(file: Path) -> Callable[[list[int]], int]:
-    """Return the function from a sequence's bytes to the next byte of its answer."""
-    script = msgspec.json.decode(file.read_bytes(), type=Script)
-    openings = [opening.encode() for opening in script.openings]
+def script(events: Sequence[Event], keep: int = 0) -> DeltaParser:
+    parser: Any = ScriptedParser(events, keep)
+    return DeltaParser(parser, None, skip_special_tokens=True)
 
-    def next_token(history: list[int]) -> int:
-        if history[-1] == EOS:  # a step planned ahead, whose token nobody reads
-            return EOS
-        text = bytes(token for token in history if token != EOS)
-        begin = max((text.rfind(opening) + len(opening) for opening in openings if opening in text), default=None)
-        if begin is None:  # a chunk of a prompt, or a prompt of another template
-            return EOS
-        answer = script.answer(text[:begin].decode(errors="replace")).encode()
-        said = len(text) - begin
-        return answer[said] if said < len(answer) else EOS
 
-    return next_token
+def outputs(sizes: Sequence[int], finish_reason: str = "stop", stop_reason: str | None = None) -> list[RequestOutput]:
+    """Outputs with `sizes` characters, each a token; 5 prompt tokens, 2 of them cached."""
+    made = []
+    for number, size in enumerate(sizes):
+        last = number == len(sizes) - 1
+        piece = CompletionOutput(0, "x" * size, [0] * size)
+        if last:
+            piece.finish_reason, piece.stop_reason = finish_reason, stop_reason
+        made.append(RequestOutput("r", "p", [1] * 5, outputs=[piece], finished=last, num_cached_tokens=2))
+    return made
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> list[Event]:
+    """Reasoning, content and calls in any order, including white space and empty pieces."""
+    text = st.sampled_from(["a", "", " ", "\n", "bc ", "é", "𝄞"])
+    events: list[Event] = []
+    calls = 0
+    for kind in draw(st.lists(st.sampled_from("rtc"), max_size=6)):
+        if kind == "c":
+            events.append(ToolCall(calls, f"f{calls}", draw(st.sampled_from([None, f"id{calls}"]))))
+            events += [Arguments(calls, piece) for piece in draw(st.sampled_from([[], ["{}"], ['{"a"', ": 1}"]]))]
+            calls += 1
+        else:
+            make = Reasoning if kind == "r" else Content
+            events += [make(piece) for piece in draw(st.lists(text, min_size=1, max_size=3))]
+    return events
+
+
+def pieces(length: int, cuts: Sequence[int]) -> list[int]:
+    """Split `length` characters at `cuts`; return the piece sizes, some of them 0."""
+    edges = [0, *sorted(cut % (length + 1) for cut in cuts), length]
+    return [end - start for start, end in pairwise(edges)]

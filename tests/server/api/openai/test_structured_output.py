@@ -17,7 +17,9 @@ from pagoda.common.engine.structured_output.grammar import closes_safely
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
 from pagoda.server.http.body import parse
+from pagoda.server.http import answer_formats
 from pagoda.server.http.fields import StructuredFields
+from pagoda.server.parsers.registry import reasoning_format
 from pagoda.server.processing import inputs
 from pagoda.server.processing.inputs import OutputConstraints, grammar_of
 from pagoda.server.settings.flags import EngineArgs
@@ -218,6 +220,7 @@ class Spoken:
 @pytest.fixture
 def thinker(monkeypatch) -> Iterator[LiveServer]:
     monkeypatch.setattr(inputs, "reasoning_format", lambda *names: Spoken())
+    monkeypatch.setattr(answer_formats, "reasoning_format", lambda *names: Spoken())
     with live_server("fake", engine={"reasoning_parser": "fake"}) as server:
         yield server
 
@@ -235,6 +238,7 @@ def test_a_grammar_applies_after_the_thinking_budget(thinker):
 @pytest.mark.setting("--reasoning-config")
 def test_the_configured_end_of_reasoning_is_forced(monkeypatch):
     monkeypatch.setattr(inputs, "reasoning_format", lambda *names: Spoken())
+    monkeypatch.setattr(answer_formats, "reasoning_format", lambda *names: Spoken())
     config = {"reasoning_parser": "fake", "reasoning_end_str": "So>", "reasoning_start_str": "["}
     with live_server("fake", engine={"reasoning_config": config}) as server:
         text = complete(server, prompt="b<", thinking_token_budget=2, guided_choice=["no"])[0]["text"]
@@ -242,7 +246,7 @@ def test_the_configured_end_of_reasoning_is_forced(monkeypatch):
         assert complete(server, prompt="b<", thinking_token_budget=1, guided_choice=["no"])[0]["text"] == "=So>no"
     from support.checkpoints.byte_text import byte_tokenizer
 
-    forms = OutputConstraints(StructuredOutputsConfig(reasoning_config=config), byte_tokenizer())
+    forms = OutputConstraints(StructuredOutputsConfig(reasoning_config=config), byte_tokenizer(), Spoken())
     reasoning = forms.thinking(SamplingParams(thinking_token_budget=1), "a", [])
     assert reasoning is not None
     assert (reasoning.starts, reasoning.ends) == (((ord("["),), (ord("<"),)), (tuple(b"So>"), (ord(">"),)))
@@ -258,11 +262,10 @@ def test_an_invalid_reasoning_config(config, parser):
     assert StructuredOutputsConfig(reasoning_config={"reasoning_parser": "qwen3"}).reasoning_parser == "qwen3"
 
 
-def test_engine_parameters_of_reasoning(monkeypatch):
+def test_engine_parameters_of_reasoning():
     from support.checkpoints.byte_text import byte_tokenizer
 
-    monkeypatch.setattr(inputs, "reasoning_format", lambda *names: Spoken())
-    forms = OutputConstraints(StructuredOutputsConfig(reasoning_parser="fake"), byte_tokenizer())
+    forms = OutputConstraints(StructuredOutputsConfig(), byte_tokenizer(), Spoken())
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     reasoning = forms.thinking(params, None, list(b"a<"))
     assert reasoning is not None
@@ -272,8 +275,7 @@ def test_engine_parameters_of_reasoning(monkeypatch):
     assert maybe is not None
     assert (maybe.open, maybe.starts) == (False, ((ord("<"),),))
     prompt = "<|im_start|>user\nwhat is </think>?<|im_end|>\n<|im_start|>assistant\n"
-    monkeypatch.undo()
-    forms = OutputConstraints(StructuredOutputsConfig(reasoning_parser="qwen3"), byte_tokenizer())
+    forms = OutputConstraints(StructuredOutputsConfig(), byte_tokenizer(), reasoning_format("qwen3"))
     assert forms.thinking(params, prompt, []) is not None, "users may write tags"
     assert forms.thinking(params, prompt + "<think>\n\n</think>\n\n" + "It is. " * 20, []) is None, "it is over"
     assert forms.thinking(SamplingParams(), "a<", []) is None

@@ -166,7 +166,7 @@ def test_each_choice_has_its_own_reader(server: LiveServer) -> None:
     assert len({choice["message"]["tool_calls"][0]["id"] for choice in answer["choices"]}) == 3
 
 
-def test_auto_needs_both_flags(bare: LiveServer) -> None:
+def test_a_named_format_needs_both_flags(bare: LiveServer) -> None:
     for more in ({}, {"tool_choice": "auto"}):
         field, message = refused(bare, asking("x", tools=[WEATHER], **more))
         assert field == "tool_choice"
@@ -175,8 +175,8 @@ def test_auto_needs_both_flags(bare: LiveServer) -> None:
     with live_server("fake:say", tool_call_parser="hermes") as half:
         assert refused(half, asking("x", tools=[WEATHER]))[0] == "tool_choice"
         assert half.post(CHAT, asking("x", tools=[WEATHER], tool_choice="none"))[0] == 200
-    with pytest.raises(ConfigError, match=r"--enable-auto-tool-choice: needs --tool-call-parser"):
-        ServerConfig(enable_auto_tool_choice=True)
+    with pytest.raises(ConfigError, match=r"--enable-auto-tool-choice: needs a --tool-call-parser"):
+        ServerConfig(enable_auto_tool_choice=True, tool_call_parser="none")
 
 
 ANALYSIS = "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant"
@@ -266,17 +266,14 @@ def test_an_invalid_schema_names_the_tool(server: LiveServer) -> None:
     assert (field, "nope" in message) == ("tools", True)
 
 
-def test_tools_that_the_template_does_not_show_are_a_hint() -> None:
+def test_tools_that_the_template_does_not_show_are_refused() -> None:
     blind = "{% for m in messages %}{{ m.content }}{% endfor %}assistant:"
     flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "chat_template": blind}
     with live_server("fake:say", **flags) as other:
-        answer = other.response("POST", CHAT, asking("x", tools=[WEATHER]))
-        assert (answer.status, answer.headers["x-pagoda-ignored"]) == (200, "tools")
-        for without in ({"tools": [WEATHER], "tool_choice": "none"}, {"tools": [WEATHER], "tool_choice": "required"}):
-            assert "x-pagoda-ignored" not in other.response("POST", CHAT, asking("x", **without)).headers
-    with live_server("fake:say", strict_requests=True, **flags) as strict:
-        field, message = refused(strict, asking("x", tools=[WEATHER]))
+        field, message = refused(other, asking("x", tools=[WEATHER]))
         assert (field, "--chat-template" in message) == ("tools", True)
+        for without in ({"tools": [WEATHER], "tool_choice": "none"}, {"tools": [WEATHER], "tool_choice": "required"}):
+            assert other.response("POST", CHAT, asking("x", **without)).status == 200
 
 
 @pytest.mark.setting("--exclude-tools-when-tool-choice-none")
