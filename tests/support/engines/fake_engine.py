@@ -42,7 +42,7 @@ WIDTH = 4
 
 CRASH_AT: int | None = 3
 """The step in which "fake:crash" fails."""
-MAX_LENS = {"say": 1024, "harmony": 1024, "endless": 65_536, "held": 65_536, "script": 131_072}
+MAX_LENS = {"say": 1024, "harmony": 1024, "endless": 65_536, "held": 65_536, "script": 262_144}
 
 
 def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
