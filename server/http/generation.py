@@ -292,17 +292,27 @@ class Generation(PromptBatch):
         # The load is that of all prompts, before the first one runs.
         self._llm.check_load(Load(self._sequences), self._origin.owner)
         streams = []
-        for engine_id, prompt in zip(self._ids, self._prompts):
+        for index, (engine_id, prompt) in enumerate(zip(self._ids, self._prompts)):
             # Let other tasks run between thousands of prompts. Also, requests that arrived together are all read before
             # the engine gets the first of them, and so start in one step.
             await asyncio.sleep(0)
-            streams.append(
-                await self._llm.submit(
-                    engine_id, prompt, self._params, self._priority, adapter=self._adapter, origin=self._origin
-                )
+            submitted = self._llm.submit(
+                engine_id, prompt, self._params, self._priority, adapter=self._adapter, origin=self._origin
             )
+            try:
+                streams.append(await submitted)
+            except RequestError as error:
+                embedded = sum(isinstance(prompt, Mapping) and "prompt_embeds" in prompt for prompt in self._prompts)
+                field = "prompt_embeds" if index < embedded else "prompt"
+                number = index if index < embedded else index - embedded
+                raise error if len(self._prompts) == 1 else in_prompt(error, f"{field}[{number}]") from None
             self._unfinished.append(engine_id)
         return streams
+
+
+def in_prompt(error: RequestError, field: str) -> RequestError:
+    """Return an error about a prompt as one about `field`, one of several prompts of a request."""
+    return error.renamed(field, f"{field}: {error}") if error.field in ("prompt", "prompt_token_ids") else error
 
 
 class PoolingBatch(PromptBatch):

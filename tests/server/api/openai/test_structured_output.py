@@ -168,7 +168,7 @@ def test_a_bad_constraint_is_a_400_that_names_its_field(server, fields, param, w
         assert stream
         assert words == "min_tokens is 9"
         answer = json.loads(answer.decode().split("data: ")[-2])
-    assert answer["error"]["code"] == 400, answer
+    assert answer["error"]["type"] == "invalid_request_error", answer
     assert answer["error"]["param"] == param
     assert words in answer["error"]["message"]
     assert complete(server, max_tokens=2)[0]["text"] == "bc"

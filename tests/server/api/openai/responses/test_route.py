@@ -81,6 +81,21 @@ def test_streamed(client: openai.OpenAI) -> None:
     assert kinds[-1] == "response.completed"
 
 
+@each_row("background", [False, True])
+def test_the_stream_of_a_prompt_that_is_too_long_fails(server: LiveServer, background: bool) -> None:
+    """Coding agents shorten the conversation at this event, not at a 400."""
+    long = {"input": "a" * 100, "background": background}
+    status, raw = server.post("/v1/responses", ASK | long | {"stream": True})
+    assert status == 200
+    response = check_grammar(events_of(raw))
+    assert (response["status"], response["output"]) == ("failed", [])
+    assert (response["error"]["code"], response["store"]) == ("context_length_exceeded", False)
+    assert "maximum context length" in response["error"]["message"]
+    assert server.get(f"/v1/responses/{response['id']}")[0] == 404
+    status, answer = server.post("/v1/responses", ASK | long)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
 async def test_asynchronous_client(server: LiveServer) -> None:
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     async with client.responses.stream(model="fake", input="a", extra_body={"stop": "="}) as stream:
