@@ -1,4 +1,4 @@
-"""What clients read of failures: types and codes that they act on; nothing of why an engine ended, nor what its operator
+"""What clients read of failures: types and codes that they act on, nothing of why an engine ended or what its operator
 may do."""
 
 from __future__ import annotations
