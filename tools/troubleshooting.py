@@ -56,7 +56,7 @@ REQUESTS: Final[dict[type[PagodaError], Advice]] = {
         "unknown fields come from `--strict-requests` only.",
     ),
     errors.PromptTooLongError: Advice(
-        "`... maximum context length ...`, `code` `context_length_exceeded`; `prompt is too long: ...` of `/v1/messages`",
+        "`... maximum context length ...`, `context_length_exceeded`; `prompt is too long: ...` of `/v1/messages`",
         "The prompt has more tokens than the model's context, or than `--max-model-len`.",
         "Shorten the conversation, raise `--max-model-len`, or send `truncate_prompt_tokens`.",
     ),
