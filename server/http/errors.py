@@ -116,7 +116,7 @@ def response_error_event(error: BaseException) -> dict[str, Any]:
 
 # The Messages API.
 
-_COHERE_CHAT_PATHS: Final = frozenset({"/v2/chat", "/cohere/v2/chat"})
+_COHERE_CHAT_PATHS: Final = frozenset({"/v2/chat", "/cohere/v2/chat", "/v2/chat/render", "/cohere/v2/chat/render"})
 """Paths whose errors also have `message` beside `error`, where Cohere's clients read it."""
 
 _MESSAGES_PATH: Final = "/v1/messages"
