@@ -22,7 +22,7 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.request_bounds import MAX_N
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.async_llm import LONG_TEXT
-from pagoda.server.core_client.client import Load
+from pagoda.server.core_client.client import Load, NeverFitsError
 from pagoda.server.http.body import Ignored
 from pagoda.server.http.fields import SamplingFields
 from pagoda.server.http.state import OWNER, ServerState
@@ -312,7 +312,8 @@ class Generation(PromptBatch):
 
 def in_prompt(error: RequestError, field: str) -> RequestError:
     """Return an error about a prompt as one about `field`, one of several prompts of a request."""
-    return error.renamed(field, f"{field}: {error}") if error.field in ("prompt", "prompt_token_ids") else error
+    is_of_one = error.field in ("prompt", "prompt_token_ids") and not isinstance(error, NeverFitsError)
+    return error.renamed(field, f"{field}: {error}") if is_of_one else error
 
 
 class PoolingBatch(PromptBatch):
@@ -342,7 +343,10 @@ class PoolingBatch(PromptBatch):
                 prompts = await threads.run(characters, make) if characters > LONG_TEXT else make()
                 self._check(prompts)
                 for index, prompt in enumerate(prompts):
-                    await self._start(f"{self._stem}-{index}", prompt)
+                    try:
+                        await self._start(f"{self._stem}-{index}", prompt)
+                    except RequestError as error:
+                        raise error if len(prompts) == 1 else in_prompt(error, f"prompt[{index}]") from None
             outputs = [await stream.get() for stream in self._streams]
             self._unfinished.clear()
             return outputs

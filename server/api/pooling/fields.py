@@ -259,13 +259,15 @@ def check_count(field: str, values: Sequence[Any]) -> None:
         raise RequestError(field, f"{field} has {len(values)} entries; at most {MAX_INPUTS} are allowed")
 
 
-def renamed(error: RequestError, prompt: str) -> RequestError:
-    """Return an error about a prompt with `prompt` as its field."""
+def renamed(error: RequestError, prompt: str, *, indexed: bool = True) -> RequestError:
+    """Return an error about a prompt with `prompt` as its field. `indexed`: prompts are the entries of that field."""
     name, path = split_path(error.field)
     if name not in ("prompt", "prompt_token_ids", "messages"):
         return error
     message = str(error)
-    return error.renamed(prompt + path, prompt + message.removeprefix(name) if path else message)
+    if path:
+        message = prompt + (message.removeprefix(name) if indexed else message.removeprefix(name + path))
+    return error.renamed(prompt + path if indexed else prompt, message)
 
 
 Dimensions = Annotated[Int64, Field(ge=1)]

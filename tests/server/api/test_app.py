@@ -65,7 +65,7 @@ BAD: list[tuple[str, Any, int, str | None]] = [
         "messages[0].content[0].type",
     ),
     ("/v1/completions", TEXT | {"prompt": ["a", "a" * 100]}, 400, "prompt[1]"),
-    ("/v1/completions", TEXT | {"stop": ["a", ""]}, 400, "stop[1]"),
+    ("/v1/completions", TEXT | {"stop_token_ids": [1, -1]}, 400, "stop_token_ids[1]"),
     ("/v1/chat/completions", CHAT | {"tools": [{}]}, 400, "tools[0].type"),
     ("/v1/chat/completions", CHAT | {"chat_template": "x"}, 400, "chat_template"),
     ("/v1/chat/completions", CHAT | {"top_logprobs": 99, "logprobs": True}, 400, "top_logprobs"),

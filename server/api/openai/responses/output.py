@@ -451,7 +451,8 @@ class ResponsesBuilder:
         self, status: str, *, error: dict[str, Any] | None = None, incomplete: dict[str, Any] | None = None
     ) -> Iterator[Event]:
         item_status = "completed" if status == "completed" else "incomplete"
-        yield from self._item_events(self._blocks.finish(), item_status)
+        if self._usage is not None:  # Without any output there is no item.
+            yield from self._item_events(self._blocks.finish(), item_status)
         self._error = error
         self._incomplete = incomplete
         self._finish(status)

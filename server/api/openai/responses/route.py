@@ -223,7 +223,8 @@ def _failed_stream(
 
 
 async def _no_events() -> AsyncGenerator[bytes, None]:
-    for event in ():
+    nothing: tuple[bytes, ...] = ()
+    for event in nothing:
         yield event
 
 

@@ -149,7 +149,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"choice": ["a"]}, "min_tokens": 9}, "structured_outputs", "min_tokens is 9"),
     ({"response_format": {"type": "yaml"}}, "response_format", "yaml"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "needs a schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "is missing",
+    ),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, "response_format", "no"),
     ({"response_format": {"type": "structural_tag"}}, "response_format", "needs a format"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "leave one of them out"),
