@@ -18,15 +18,31 @@ class PagodaError(Exception):
 
 
 class RequestError(PagodaError, ValueError):
-    """An invalid request: HTTP 400. `field` names the request field."""
+    """An invalid request: HTTP 400.
+
+    `field`: the innermost value of the request that is wrong, such as `messages[2].content[0].text`; "": no single one.
+    """
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
 
+    def renamed(self, field: str, message: str) -> RequestError:
+        """Return this error as one about another field."""
+        return RequestError(field, message)
+
 
 class PromptTooLongError(RequestError):
-    """A prompt that exceeds the context; it was not tokenised completely."""
+    """A prompt that exceeds the context. `num_tokens`: its length, which is estimated if it was not tokenised whole;
+    `max_tokens`: how many tokens it may have."""
+
+    def __init__(self, field: str, message: str, *, num_tokens: int, max_tokens: int) -> None:
+        super().__init__(field, message)
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+
+    def renamed(self, field: str, message: str) -> RequestError:
+        return PromptTooLongError(field, message, num_tokens=self.num_tokens, max_tokens=self.max_tokens)
 
 
 class ConfigError(PagodaError, ValueError):

@@ -311,7 +311,7 @@ class SamplingParams:
         _need_in_vocabulary("stop_token_ids", self.stop_token_ids or (), vocab_size)
         _need_in_vocabulary("logprob_token_ids", self.logprob_token_ids or (), vocab_size)
         for word in bad_words_token_ids:
-            _need_in_vocabulary("bad_words", word, vocab_size)
+            _need_in_vocabulary("bad_words", word, vocab_size, is_value=False)
         greedy = self.is_greedy
         ends = set(self.stop_token_ids or ()) | (set() if self.ignore_eos else set(eos_token_ids))
         return SamplingRules(
@@ -436,11 +436,13 @@ def _words(name: str) -> Check:
     characters = bound.most_characters
 
     def check(name: str, value: object) -> None:
-        for word in _entries(name, [value] if isinstance(value, str) else value, "strings", maximum):
+        is_one = isinstance(value, str)
+        for index, word in enumerate(_entries(name, [value] if is_one else value, "strings", maximum)):
+            path = name if is_one else f"{name}[{index}]"
             if not isinstance(word, str):
-                raise RequestError(name, f"{name} must contain strings, not {_shown(word)}")
+                raise RequestError(path, f"{path} must be a string, not {_shown(word)}")
             if not 0 < len(word) <= characters:
-                raise RequestError(name, f"each entry of {name} must have 1 to {characters} characters")
+                raise RequestError(path, f"{path} must have 1 to {characters} characters")
 
     return check
 
@@ -452,8 +454,9 @@ def _ids(name: str, *, may_be_empty: bool) -> Check:
         tokens = _entries(name, value, "token ids", maximum)
         if not tokens and not may_be_empty:
             raise RequestError(name, f"{name} is empty: no token could be chosen; leave it unset to allow all")
-        for token in tokens:
-            _need_id(name, token)
+        for index, token in enumerate(tokens):
+            if type(token) is not int or token < 0:
+                _need_id(f"{name}[{index}]", token)
 
     return check
 
@@ -470,8 +473,8 @@ def _bias(name: str, value: object) -> None:
         raise RequestError(name, f"{name} must contain integer token ids, not {shown}")
     in_range = _number("logit_bias")
     for token, bias in value.items():
-        _need_id(name, token)
-        in_range(name, bias)
+        _need_id(f"{name}.{token}", token)
+        in_range(f"{name}.{token}", bias)
 
 
 def _side(name: str, value: object) -> None:
@@ -496,15 +499,18 @@ def _json_object(name: str, value: object) -> None:
 
 def _need_id(name: str, token: object) -> None:
     if not isinstance(token, int) or isinstance(token, bool):
-        raise RequestError(name, f"{name} must contain integer token ids, not {_shown(token)}")
+        raise RequestError(name, f"{name}: {_shown(token)} is no integer token id")
     if token < 0:
-        raise RequestError(name, f"{name} contains {_shown(token)}; token ids start at 0")
+        raise RequestError(name, f"{name}: {_shown(token)} is no token id; they start at 0")
 
 
-def _need_in_vocabulary(name: str, tokens: Iterable[int], vocab_size: int) -> None:
-    for token in tokens:
+def _need_in_vocabulary(name: str, tokens: Iterable[int], vocab_size: int, *, is_value: bool = True) -> None:
+    """Raise RequestError for a token id that does not exist. `is_value`: `tokens` are the value of the field itself."""
+    for index, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
-            raise RequestError(name, f"{name} has token id {_shown(token)}; the vocabulary has {vocab_size} entries")
+            path = f"{name}.{token}" if isinstance(tokens, Mapping) else f"{name}[{index}]"
+            path = path if is_value else name
+            raise RequestError(path, f"{path} has token id {_shown(token)}; the vocabulary has {vocab_size} entries")
 
 
 def _id_of(key: object) -> object:

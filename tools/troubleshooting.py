@@ -10,7 +10,7 @@ from pagoda.common import errors
 from pagoda.common.errors import MEMORY_REMEDY, PagodaError
 from pagoda.server.cli.batch.files import OutputError
 from pagoda.server.cli.client.http_client import ApiError
-from pagoda.server.core_client.client import OverLimitError
+from pagoda.server.core_client.client import NeverFitsError, OverLimitError
 from pagoda.server.http import errors as http_errors
 from pagoda.server.http.errors import http_error
 
@@ -56,7 +56,7 @@ REQUESTS: Final[dict[type[PagodaError], Advice]] = {
         "unknown fields come from `--strict-requests` only.",
     ),
     errors.PromptTooLongError: Advice(
-        "`... maximum context length ...`",
+        "`... maximum context length ...`, `context_length_exceeded`; `prompt is too long: ...` of `/v1/messages`",
         "The prompt has more tokens than the model's context, or than `--max-model-len`.",
         "Shorten the conversation, raise `--max-model-len`, or send `truncate_prompt_tokens`.",
     ),
@@ -81,6 +81,11 @@ REQUESTS: Final[dict[type[PagodaError], Advice]] = {
         "429 with `Retry-After`",
         "One API key uses its whole share of the server (`--max-key-share`).",
         "Let this key send fewer requests at a time, or raise the share.",
+    ),
+    NeverFitsError: Advice(
+        "400: `... are above the limit of ...; send fewer`",
+        "The prompts of one request have more tokens, or more sequences, than a limit of the queue allows.",
+        "Send them in several requests, or raise the limit that the message names.",
     ),
     errors.RequestTimeoutError: Advice(
         "504, or an error event in a stream",

@@ -151,7 +151,7 @@ def render(
     and results of tools by role.
     `must_show_tools`: refuse a template that ignores `tools`. `kwargs`: further template variables.
 
-    Raises RequestError("messages") if the messages are malformed or the template rejects them,
+    Raises RequestError with the path of a malformed message, RequestError("messages") if the template rejects them,
     RequestError("chat_template") if the template is too long or not valid jinja, RequestError("documents") if it
     ignores them. A template can use much time and memory within the limits below, and exceed them by values nested in
     one another: what comes from clients is rendered in a process that can be ended.
@@ -403,15 +403,16 @@ def _message(path: str, message: object, as_parts: bool, texts: frozenset[str]) 
     `texts`: roles whose contents stay text.
     """
     if not isinstance(message, Mapping):
-        raise RequestError("messages", f"{path} must be an object with role and content")
+        raise RequestError(path, f"{path} must be an object with role and content")
     if not isinstance(message.get("role"), str):
-        raise RequestError("messages", f"{path}.role must be a string")
+        raise RequestError(f"{path}.role", f"{path}.role must be a string")
     plain = _without_empty(plain_json(path, message))
     content = _texts(f"{path}.content", plain.get("content"))
     in_parts = as_parts and plain["role"] not in texts
     plain["content"] = [{"type": "text", "text": text} for text in content] if in_parts else "\n".join(content)
     if "tool_calls" in plain:
-        plain["tool_calls"] = [_tool_call(f"{path}.tool_calls", call) for call in _calls(path, plain["tool_calls"])]
+        calls = _calls(path, plain["tool_calls"])
+        plain["tool_calls"] = [_tool_call(f"{path}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
     return plain
 
 
@@ -428,7 +429,7 @@ def _texts(path: str, content: object) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise RequestError("messages", f"{path} must be a string or a list of parts")
+        raise RequestError(path, f"{path} must be a string or a list of parts")
     return [_part(f"{path}[{i}]", part) for i, part in enumerate(content)]
 
 
@@ -437,26 +438,27 @@ def _part(path: str, part: object) -> str:
         return part
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str):
-        raise RequestError("messages", f"{path} must be a string or an object with a type")
+        raise RequestError(path, f"{path} must be a string or an object with a type")
     if kind not in TEXT_PARTS:
         reason = TEXT_ONLY if kind in MEDIA_PARTS else "only text parts are supported"
-        raise RequestError("messages", f"{path} has type {kind[:40]!r}; {reason}")
+        raise RequestError(f"{path}.type", f"{path}.type is {kind[:40]!r}; {reason}")
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
-        raise RequestError("messages", f"{path}.{TEXT_PARTS[kind]} must be a string")
+        field = f"{path}.{TEXT_PARTS[kind]}"
+        raise RequestError(field, f"{field} must be a string")
     return text
 
 
 def _calls(path: str, calls: object) -> list[Any]:
     if not isinstance(calls, list):
-        raise RequestError("messages", f"{path}.tool_calls must be a list of calls")
+        raise RequestError(f"{path}.tool_calls", f"{path}.tool_calls must be a list of calls")
     return calls
 
 
 def _tool_call(path: str, call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
-        raise RequestError("messages", f"{path} must contain objects with a function")
+        raise RequestError(f"{path}.function", f"{path} must be an object with a function")
     return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
 
 
@@ -481,8 +483,7 @@ def plain_json(path: str, value: object) -> Any:
         return {str(key): plain_json(f"{path}.{key}", item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain_json(f"{path}[{i}]", item) for i, item in enumerate(value)]
-    field = path.partition("[")[0].partition(".")[0]
-    raise RequestError(field, f"{path} contains a {type(value).__name__}, which is not a JSON value")
+    raise RequestError(path, f"{path} is a {type(value).__name__}, which is not a JSON value")
 
 
 # The text of special tokens in chat messages stays text.

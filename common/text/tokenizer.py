@@ -483,14 +483,20 @@ def check_length(text: str, max_tokens: int, count: CountTokens, chars_per_token
         return
     limit = _max_characters(max_tokens, chars_per_token)
     if len(text) > limit:
-        raise _too_long(max_tokens, f"{len(text)} characters, of which at most {limit} can fit")
+        raise _too_long(
+            max_tokens,
+            len(text) // _USUAL_CHARS_PER_TOKEN,
+            f"{len(text)} characters, of which at most {limit} can fit",
+        )
     counted = 0
     for seams, start in enumerate(range(0, len(text), CHUNK_CHARS)):
         counted += count(text[start : start + CHUNK_CHARS])
         if counted - seams * _SEAM_TOKENS > max_tokens:
+            measured = min(start + CHUNK_CHARS, len(text))
             raise _too_long(
                 max_tokens,
-                f"the first {min(start + CHUNK_CHARS, len(text))} of its {len(text)} characters are {counted} tokens",
+                counted * len(text) // measured,
+                f"the first {measured} of its {len(text)} characters are {counted} tokens",
             )
 
 
@@ -517,6 +523,8 @@ def pre_truncate(
             raise PromptTooLongError(
                 "prompt",
                 f"the prompt is too long: {size} of its {len(text)} characters are {counted} tokens; shorten it",
+                num_tokens=max(len(text) // _USUAL_CHARS_PER_TOKEN, tokens + 1),
+                max_tokens=tokens,
             )
         chunk = text[size : size + CHUNK_CHARS] if side == "right" else text[-size - CHUNK_CHARS : len(text) - size]
         counted += max(count(chunk) - _SEAM_TOKENS, 0)
@@ -538,12 +546,15 @@ def _max_characters(tokens: int, chars_per_token: int) -> int:
     return max(MIN_CHAR_LIMIT, chars_per_token * tokens)
 
 
-def _too_long(limit: int, why: str) -> PromptTooLongError:
+def _too_long(limit: int, estimate: int, why: str) -> PromptTooLongError:
+    """Return the error of a text with more than `limit` tokens, about `estimate`."""
     # Clients match the first words of this message to detect that a conversation must be shortened.
     return PromptTooLongError(
         "prompt",
         f"This model's maximum context length is {limit} tokens, but the prompt is too long: {why}; "
         f"shorten it to {limit - 1} tokens or set truncate_prompt_tokens",
+        num_tokens=max(estimate, limit + 1),
+        max_tokens=limit - 1,
     )
 
 

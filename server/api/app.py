@@ -92,6 +92,7 @@ BODIES: Final[dict[str, type[RequestBody] | tuple[type[RequestBody], ...]]] = {
     "/v1/embeddings": (EmbeddingCompletionRequest, EmbeddingChatRequest),
     "/v2/embed": CohereEmbedRequest,
     "/v2/chat": CohereChatRequest,
+    "/v2/chat/render": CohereChatRequest,
     "/classify": (ClassificationCompletionRequest, ClassificationChatRequest),
     "/pooling": (PoolingCompletionRequest, PoolingChatRequest),
     "/score": ScoreRequest,
@@ -173,8 +174,6 @@ def _include_routes(app: FastAPI, config: ServerConfig) -> None:
         app.include_router(api_docs.router)
     if not config.disable_chat_page:
         app.include_router(chat_page.router)
-    if config.enable_server_load_tracking:
-        app.include_router(health.load_router)
     if config.enable_tokenizer_info_endpoint:
         app.include_router(tokenize.tokenizer_info_router)
     if config.server_dev_mode:

@@ -20,7 +20,7 @@ from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, Str
 from pagoda.common.text.chat_template import Messages, RenderedChat, render_chat, render_literal, template_of
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.http.answer_formats import NOT_SHOWN
-from pagoda.server.http.body import Ignored
+from pagoda.server.http.body import Ignored, split_path
 from pagoda.server.http.state import ServerState
 from pagoda.server.parsers.output_parser import OutputParser
 from pagoda.server.parsers.parser import (
@@ -172,6 +172,16 @@ async def prepare_fitting(state: ServerState, conversation: Conversation, params
         else:
             starts = starts[middle + 1 :]
     return longest
+
+
+def in_conversation(error: RequestError, index: int) -> RequestError:
+    """Return an error about the messages of one of several conversations with the conversation's index."""
+    name, path = split_path(error.field)
+    if name not in ("messages", "prompt"):
+        return error
+    field = f"messages[{index}]{path}"
+    message = str(error)
+    return error.renamed(field, field + message.removeprefix(error.field) if path else message)
 
 
 # Rendering.
@@ -514,7 +524,7 @@ def checked_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
         path = f"tools[{index}]"
         tool = _checked_tool(path, offered)
         if tool.name in by_name:
-            raise RequestError(f"{path}.function.name", f"two tools have the name {tool.name!r}")
+            raise RequestError(f"{path}.function.name", f"{path}.function.name: two tools have the name {tool.name!r}")
         by_name[tool.name] = tool
     if sum(len(str(tool)) for tool in tools) > MAX_TOOLS_CHARS:
         raise RequestError("tools", f"the tools have more than {MAX_TOOLS_CHARS} characters; shorten them")
@@ -568,7 +578,8 @@ def _callable_tools(state: ServerState, conversation: Conversation) -> list[Tool
         return tools
     chosen = [tool for tool in tools if tool.name == choice.name]
     if not chosen:
-        raise RequestError("tool_choice", f"tool_choice names {choice.name[:128]!r}, which is not among the tools")
+        field = "tool_choice.function.name"
+        raise RequestError(field, f"{field} is {choice.name[:128]!r}, which is not among the tools")
     return chosen
 
 

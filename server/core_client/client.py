@@ -609,7 +609,7 @@ class QueueLimits:
             share = self.share(limit)
             if together > share:
                 shown = f"{limit} ({flag})" if share == limit else f"{share} ({flag} x --max-key-share)"
-                raise RequestError(field, f"{together} {what} are above the limit of {shown}; send fewer")
+                raise NeverFitsError(field, f"{together} {what} are above the limit of {shown}; send fewer")
             if used + needed > limit:
                 raise OverLimitError(
                     reason, f"the server has {used} of {limit} {what} in progress ({flag}); try again later"
@@ -707,6 +707,10 @@ def last_of_most(waiting: Mapping[str, list[T]], count: int) -> list[T]:
         else:
             heapq.heapreplace(left, (length + 1, owner))
     return chosen
+
+
+class NeverFitsError(RequestError):
+    """A request whose prompts together are above a limit of the queue, whatever else runs."""
 
 
 class OverLimitError(QueueFullError):

@@ -297,6 +297,12 @@ class Ignored:
         return f"{path.removesuffix('[]')}[type={self.type[:64]}]" if self.type else path
 
 
+def split_path(field: str) -> tuple[str, str]:
+    """Return the field that a path begins with, and the rest: `messages[0].role` is `messages` and `[0].role`."""
+    name = field.partition(".")[0].partition("[")[0]
+    return name, field.removeprefix(name)
+
+
 def note_ignored(
     request: Request, ignored: Iterable[Ignored], own_name: Callable[[str], str] = lambda field: field
 ) -> None:
@@ -331,12 +337,15 @@ class RequestBody(BaseModel):
         return field
 
     def in_own_names(self, error: RequestError) -> RequestError:
-        """Return the error with SamplingParams' field name replaced by this API's."""
+        """Return the error with the field name of SamplingParams, or of chat completions, replaced by this API's."""
         field = self.own_name(error.field)
+        if field == error.field:
+            name, path = split_path(field)
+            field = self.own_name(name) + path
         message = str(error)
-        if message.startswith(error.field):
+        if error.field and message.startswith(error.field):
             message = field + message.removeprefix(error.field)
-        return RequestError(field, message)
+        return error.renamed(field, message)
 
 
 # Field declarations.

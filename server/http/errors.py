@@ -1,5 +1,5 @@
-"""Error responses: OpenAI's format, {"error": {"message", "type", "param", "code"}} with `code` the HTTP status as in
-vLLM, and the Messages API's, {"type": "error", "error": {"type", "message"}}."""
+"""Error responses: OpenAI's format, {"error": {"message", "type", "param", "code"}}, that of a failed response of the
+Responses API, and the Messages API's, {"type": "error", "error": {"type", "message"}}."""
 
 from __future__ import annotations
 
@@ -13,26 +13,15 @@ from pagoda.common.errors import (
     EngineUnavailableError,
     PagodaError,
     PluginError,
+    PromptTooLongError,
     QueueFullError,
     RequestError,
     RequestTimeoutError,
     SleepError,
 )
 
-_TYPES: Final = {
-    400: "BadRequestError",
-    401: "UnauthorizedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
-    413: "RequestTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    429: "TooManyRequestsError",
-    431: "RequestHeaderFieldsTooLargeError",
-    501: "NotImplementedError",
-    503: "ServiceUnavailableError",
-    504: "GatewayTimeoutError",
-}
+_CODES: Final = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+"""HTTP status -> `code` of errors that have none of their own, as in OpenAI's API."""
 
 
 class ClientDisconnectedError(Exception):
@@ -61,13 +50,25 @@ class HttpError(Exception):
 
     status: int
     message: str
-    param: str | None = None  # Name of the invalid request field.
-    code: str | None = None  # Error code of the Messages API.
+    param: str | None = None  # The innermost value of the request that is wrong.
+    code: str | None = None  # OpenAI's code; None: that of the status.
+    messages_text: str | None = None  # The message in the Messages API, if its clients read another one.
+    messages_code: str | None = None  # The code in `details` of the Messages API.
+
+    def __post_init__(self) -> None:
+        if self.code is None:
+            self.code = _CODES.get(self.status)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the response body in OpenAI's format."""
-        kind = _TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+        return {"error": {"message": self.message, "type": self._type, "param": self.param, "code": self.code}}
+
+    @property
+    def _type(self) -> str:
+        """OpenAI's type. Of a rate limit it is what is limited."""
+        if self.status >= 500:
+            return "server_error"
+        return "requests" if self.status == 429 else "invalid_request_error"
 
 
 def http_error(error: BaseException) -> HttpError:
@@ -76,10 +77,13 @@ def http_error(error: BaseException) -> HttpError:
     match error:
         case HttpError():
             return error
+        case PromptTooLongError(num_tokens=num_tokens, max_tokens=max_tokens):
+            text = f"prompt is too long: {num_tokens} tokens > {max_tokens} maximum"
+            return HttpError(400, str(error), error.field or None, "context_length_exceeded", messages_text=text)
         case RequestError():
             return HttpError(400, str(error), error.field or None)
         case ModelNotFoundError():
-            return HttpError(404, str(error), "model")
+            return HttpError(404, str(error), "model", "model_not_found")
         case ResponseNotFoundError():
             return HttpError(404, str(error), "response_id")
         case QueueFullError():
@@ -98,9 +102,21 @@ def http_error(error: BaseException) -> HttpError:
             return HttpError(500, "internal error; see the server's log")
 
 
+def response_error(error: BaseException) -> dict[str, Any]:
+    """Return `error` of a failed response of the Responses API, whose `code` is never null."""
+    failure = http_error(error)
+    code = failure.code or ("invalid_prompt" if failure.status < 500 else "server_error")
+    return {"code": code, "message": failure.message}
+
+
+def response_error_event(error: BaseException) -> dict[str, Any]:
+    """Return the event that ends a stream of the Responses API which cannot go on."""
+    return {"type": "error", **response_error(error), "param": http_error(error).param}
+
+
 # The Messages API.
 
-_COHERE_CHAT_PATHS: Final = frozenset({"/v2/chat", "/cohere/v2/chat"})
+_COHERE_CHAT_PATHS: Final = frozenset({"/v2/chat", "/cohere/v2/chat", "/v2/chat/render", "/cohere/v2/chat/render"})
 """Paths whose errors also have `message` beside `error`, where Cohere's clients read it."""
 
 _MESSAGES_PATH: Final = "/v1/messages"
@@ -134,11 +150,13 @@ def is_messages_path(path: str) -> bool:
 def messages_error(error: HttpError, request_id: str) -> dict[str, Any]:
     """Return the response body in the Messages API's format, which has no `param`: the message names the field."""
     message = error.message
-    if error.param and error.param not in message:
+    if error.messages_text is not None:
+        message = error.messages_text
+    elif error.param and error.param not in message:
         message = f"{error.param}: {message}"
     body: dict[str, Any] = {"type": _MESSAGES_TYPES.get(error.status, "api_error"), "message": message}
-    if error.code is not None:
-        body["details"] = {"error_code": error.code}
+    if error.messages_code is not None:
+        body["details"] = {"error_code": error.messages_code}
     return {"type": "error", "error": body, "request_id": request_id}
 
 

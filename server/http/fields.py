@@ -216,7 +216,8 @@ def _of_format(response_format: JsonObjectFormat | JsonSchemaFormat | Structural
         return StructuredOutputsParams(json_object=True)
     if isinstance(response_format, JsonSchemaFormat):
         if response_format.json_schema.json_schema is None:
-            raise RequestError(name, f"{name}.json_schema needs a schema; for any object use type json_object")
+            field = f"{name}.json_schema.schema"
+            raise RequestError(field, f"{field} is missing; for any object use type json_object")
         return StructuredOutputsParams(json=response_format.json_schema.json_schema)
     return StructuredOutputsParams(structural_tag=response_format.model_dump(exclude_none=True))
 

@@ -22,7 +22,7 @@ from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.request_bounds import MAX_N
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
 from pagoda.server.async_llm import LONG_TEXT
-from pagoda.server.core_client.client import Load
+from pagoda.server.core_client.client import Load, NeverFitsError
 from pagoda.server.http.body import Ignored
 from pagoda.server.http.fields import SamplingFields
 from pagoda.server.http.state import OWNER, ServerState
@@ -289,17 +289,28 @@ class Generation(PromptBatch):
         # The load is that of all prompts, before the first one runs.
         self._llm.check_load(Load(self._sequences), self._origin.owner)
         streams = []
-        for engine_id, prompt in zip(self._ids, self._prompts):
+        for index, (engine_id, prompt) in enumerate(zip(self._ids, self._prompts)):
             # Let other tasks run between thousands of prompts. Also, requests that arrived together are all read before
             # the engine gets the first of them, and so start in one step.
             await asyncio.sleep(0)
-            streams.append(
-                await self._llm.submit(
-                    engine_id, prompt, self._params, self._priority, adapter=self._adapter, origin=self._origin
-                )
+            submitted = self._llm.submit(
+                engine_id, prompt, self._params, self._priority, adapter=self._adapter, origin=self._origin
             )
+            try:
+                streams.append(await submitted)
+            except RequestError as error:
+                embedded = sum(isinstance(prompt, Mapping) and "prompt_embeds" in prompt for prompt in self._prompts)
+                field = "prompt_embeds" if index < embedded else "prompt"
+                number = index if index < embedded else index - embedded
+                raise error if len(self._prompts) == 1 else in_prompt(error, f"{field}[{number}]") from None
             self._unfinished.append(engine_id)
         return streams
+
+
+def in_prompt(error: RequestError, field: str) -> RequestError:
+    """Return an error about a prompt as one about `field`, one of several prompts of a request."""
+    is_of_one = error.field in ("prompt", "prompt_token_ids") and not isinstance(error, NeverFitsError)
+    return error.renamed(field, f"{field}: {error}") if is_of_one else error
 
 
 class PoolingBatch(PromptBatch):
@@ -329,7 +340,10 @@ class PoolingBatch(PromptBatch):
                 prompts = await threads.run(characters, make) if characters > LONG_TEXT else make()
                 self._check(prompts)
                 for index, prompt in enumerate(prompts):
-                    await self._start(f"{self._stem}-{index}", prompt)
+                    try:
+                        await self._start(f"{self._stem}-{index}", prompt)
+                    except RequestError as error:
+                        raise error if len(prompts) == 1 else in_prompt(error, f"prompt[{index}]") from None
             outputs = [await stream.get() for stream in self._streams]
             self._unfinished.clear()
             return outputs

@@ -41,6 +41,7 @@ from pagoda.server.http.errors import (
     UnavailableError,
     error_response,
     http_error,
+    response_error_event,
 )
 from pagoda.server.http.fields import SamplingFields, TokenNames
 from pagoda.server.http.generation import num_prompt_tokens
@@ -323,7 +324,7 @@ def named_event(payload: Mapping[str, Any]) -> bytes:
     return b"event: " + str(payload["type"]).encode() + b"\ndata: " + encode_json(payload) + b"\n\n"
 
 
-LOST_RESPONSE: Final = named_event({"type": "error", "code": "server_error", "message": str(LOST), "param": None})
+LOST_RESPONSE: Final = named_event(response_error_event(LOST))
 """The end of a stream of the Responses API whose process is killed. Nobody else knows its sequence number."""
 
 

@@ -31,7 +31,7 @@ from pagoda.common.engine.structured_output.grammar import (
     refused,
 )
 from pagoda.common.engine.structured_output.guidance import guidance_text
-from pagoda.common.errors import RequestError
+from pagoda.common.errors import PromptTooLongError, RequestError
 from pagoda.common.models.family import AnswerFormat
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.request_bounds import MAX_GRAMMAR_CHARACTERS, MAX_SALT_CHARACTERS
@@ -442,10 +442,12 @@ class InputProcessor:
         longest = self._info.limits.max_model_len - self._reserved
         if count > longest:  # Clients recognise the first words and shorten the conversation.
             output = ", and the answer needs at least 1" if self._reserved else ""
-            raise RequestError(
+            raise PromptTooLongError(
                 "prompt",
                 f"This model's maximum context length is {limit} tokens, but the prompt is too long: {count} tokens"
                 f"{output}; shorten it to {longest} or set truncate_prompt_tokens",
+                num_tokens=count,
+                max_tokens=longest,
             )
 
     def _check_prompt(self, prompt: Prompt) -> None:
@@ -612,10 +614,12 @@ def checked_token_ids(field: str, value: object) -> list[int]:
 
 def _check_encoder_count(limit: int, count: int) -> None:
     if count > limit:
-        raise RequestError(
+        raise PromptTooLongError(
             "prompt",
             f"This model's maximum context length is {limit} tokens for the encoder, but the prompt is too long: "
             f"{count} tokens; shorten it to {limit} or set truncate_prompt_tokens",
+            num_tokens=count,
+            max_tokens=limit,
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.common.errors import RequestError, WeightError
+from pagoda.common.errors import PromptTooLongError, RequestError, WeightError
 from pagoda.common.weights import dtypes
 from pagoda.common.weights.torch_bin import read_tensor
 from pagoda.server.core_client.ipc_messages import EngineInfo
@@ -67,11 +67,14 @@ def from_array(values: Any, info: EngineInfo, keep: int | None = None) -> Prompt
         raise RequestError(FIELD, f"{FIELD} must have the shape [tokens, {info.embeds_width}], not {shape}")
     if not len(array):
         raise RequestError(FIELD, f"{FIELD} is empty: it has no rows")
-    if len(array) >= info.limits.max_model_len and keep is None:
-        raise RequestError(
+    longest = info.limits.max_model_len - 1
+    if len(array) > longest and keep is None:
+        raise PromptTooLongError(
             FIELD,
             f"{FIELD} has {len(array)} rows, but the context is {info.limits.max_model_len} tokens and the answer "
-            f"needs at least 1; shorten it to {info.limits.max_model_len - 1} or set truncate_prompt_tokens",
+            f"needs at least 1; shorten it to {longest} or set truncate_prompt_tokens",
+            num_tokens=len(array),
+            max_tokens=longest,
         )
     return PromptEmbeds(len(array), _as_bytes(array, info.dtype))
 

@@ -14,7 +14,6 @@ from pagoda.server.http.response import OPEN_PATHS
 
 EVERYTHING = {
     "server_dev_mode": True,
-    "enable_server_load_tracking": True,
     "enable_tokenizer_info_endpoint": True,
 }
 ROUTES = [(row["method"], row["path"]) for row in interface.rows("api_routes")]

@@ -95,7 +95,7 @@ class ServerConfig:
     enable_log_deltas: bool = option(True, "Log each streamed delta; applies with --enable-log-outputs.")
     log_error_stack: bool = option(False, "Log the traceback of errors that end the command or fail a request.")
     enable_server_load_tracking: bool = option(
-        False, "Count the requests in progress and serve the count at GET /load."
+        False, "Count the requests in progress for GET /load.", no_effect="GET /load always has the count"
     )
     enable_tokenizer_info_endpoint: bool = option(False, "Serve GET /tokenizer_info.")
     chat_template_content_format: Literal["auto", "string", "openai"] = option(

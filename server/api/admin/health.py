@@ -57,10 +57,7 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": content_type, "vary": "accept"})
 
 
-load_router = APIRouter(tags=["load"])  # Included with --enable-server-load-tracking.
-
-
-@load_router.get("/load")
+@router.get("/load")
 async def load(request: Request) -> dict[str, int]:
-    """Number of in-flight generation requests, for load balancers."""
+    """Number of requests in the engine, of all API processes, for load balancers."""
     return {"server_load": await server_of(request).num_running()}

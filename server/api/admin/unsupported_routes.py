@@ -12,11 +12,17 @@ from pagoda.server.http.errors import HttpError
 
 _NO_TRANSFER: Final = "weights are read from the checkpoint; restart the server, or use /sleep level 2 and /wake_up"
 _NO_ELASTIC: Final = "the number of replicas is fixed; restart the server with another --data-parallel-size"
+_NO_DERENDER: Final = (
+    "use /inference/v1/generate with output_mode text, which returns the text of its tokens, or /v1/chat/completions, "
+    "which parses reasoning and tool calls"
+)
 _NO_AUDIO: Final = "this version serves text only, no audio; use a speech server beside it"
 _NO_IMAGES: Final = "this version serves text only and makes no images; use an image server beside it"
 
 UNSUPPORTED: Final[dict[tuple[str, str], str]] = {
     ("POST", "/v1/systemone"): "use /v1/chat/completions",
+    ("POST", "/v1/completions/derender"): _NO_DERENDER,
+    ("POST", "/v1/chat/completions/derender"): _NO_DERENDER,
     ("POST", "/v1/audio/transcriptions"): _NO_AUDIO,
     ("POST", "/v1/audio/translations"): _NO_AUDIO,
     ("POST", "/v1/audio/speech"): _NO_AUDIO,

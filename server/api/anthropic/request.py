@@ -272,9 +272,8 @@ def _assistant_message(where: str, blocks: Sequence[Any], tool_names: dict[str, 
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case ToolResultBlock() | DocumentBlock() | SearchResultBlock():
-                raise RequestError(
-                    f"{where}[{number}]", f"{where}[{number}]: {block.type} is allowed in user messages only"
-                )
+                field = f"{where}[{number}].type"
+                raise RequestError(field, f"{field}: {block.type} is allowed in user messages only")
     message["content"] = "\n".join(texts)
     if thinking:
         message["reasoning_content"] = "\n".join(thinking)
@@ -295,13 +294,14 @@ def _user_messages(where: str, role: str, blocks: Sequence[Any], tool_names: Map
             case ToolResultBlock():
                 id = block.tool_use_id
                 if id not in tool_names:
-                    raise RequestError(field, f"{field}.tool_use_id {id[:80]!r} matches no earlier tool_use block")
+                    name = f"{field}.tool_use_id"
+                    raise RequestError(name, f"{name} {id[:80]!r} matches no earlier tool_use block")
                 text = ("Error: " if block.is_error else "") + text_of(block.content)
                 messages.append({"role": "tool", "tool_call_id": id, "name": tool_names[id], "content": text})
             case OtherBlock():
                 pass
             case _:
-                raise RequestError(field, f"{field}: {block.type} is allowed in assistant messages only")
+                raise RequestError(f"{field}.type", f"{field}.type: {block.type} is allowed in assistant messages only")
     if texts or not messages:
         messages.append({"role": role, "content": "\n".join(texts)})
     return messages
@@ -372,11 +372,12 @@ class AnthropicCountTokensRequest(RequestBody):
         if isinstance(self.thread, dict) and self.thread.get("type") == "continue":
             # Clients react to this code by sending the whole conversation.
             message = "thread: this server keeps no conversations; send all messages"
-            raise HttpError(404, message, "thread", code="thread_not_found")
+            raise HttpError(404, message, "thread", messages_code="thread_not_found")
         if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
             raise RequestError("output_format", "output_format and output_config.format exclude each other; set one")
         if self.tool_choice is not None and (self.tool_choice.type == "tool") != (self.tool_choice.name is not None):
-            raise RequestError("tool_choice", 'tool_choice.name is required for type "tool" and not allowed for others')
+            name = "tool_choice.name"
+            raise RequestError(name, f'{name} is required for type "tool" and not allowed for others')
         check_template_kwargs(self.chat_template_kwargs)
 
     def conversation(self) -> Conversation:
@@ -402,8 +403,9 @@ class AnthropicCountTokensRequest(RequestBody):
             "prompt": "messages",
             "stop": "stop_sequences",
             "structured_outputs": "tools" if self._format is None else self._format_field,
-            "thinking_token_budget": "thinking",
-            "reasoning_effort": "thinking" if disabled else "output_config.effort",
+            "thinking_token_budget": "thinking.budget_tokens",
+            "reasoning_effort": "thinking.type" if disabled else "output_config.effort",
+            "tool_choice.function.name": "tool_choice.name",
         }
         return names.get(field, self._tool_path(field))
 

@@ -13,14 +13,15 @@ from pydantic import Field
 
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from pagoda.server.api.chat_prompt import Conversation, prepare
+from pagoda.server.api.chat_prompt import ChatPrompt, Conversation, prepare
 from pagoda.server.api.openai.chat import check_messages, ignored_of_tools, offered_tools
 from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, note_ignored, unsupported
 from pagoda.server.http.errors import LOST, UnavailableError, http_error
 from pagoda.server.http.fields import LOWEST, TokenNames, check_template_kwargs
 from pagoda.server.http.generation import Generation, num_prompt_tokens
+from pagoda.server.http.preview import PreviewOptions, preview
 from pagoda.server.http.response import DONE, EventStyle, event, respond
-from pagoda.server.http.state import read_for_model
+from pagoda.server.http.state import ServerState, read_for_model
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.parsers.output_parser import DeltaParser
 from pagoda.server.parsers.parser import BlockBuilder, BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock
@@ -337,20 +338,39 @@ _STYLE: Final = EventStyle(failure=_failure, lost=_failure(LOST))
 router = APIRouter(tags=["chat"])
 
 
+async def _prepared(request: Request, state: ServerState, body: CohereChatRequest) -> ChatPrompt:
+    """Return the prompt, with its ignored parts noted. Raise RequestError."""
+    params = body.params(state.llm().info.sampling_defaults, thinks=state.formats.reasoning is not None)
+    chat = await prepare(state, body.conversation(), params)
+    note_ignored(request, chat.ignored, body.own_name)
+    return chat
+
+
 @router.post("/v2/chat", response_model=None)
 @router.post("/cohere/v2/chat", response_model=None, include_in_schema=False)
 async def cohere_chat(request: Request) -> Response:
     """Continue a conversation, streamed or whole (Cohere Chat API)."""
     state, body, model = await read_for_model(request, CohereChatRequest)
     try:
-        params = body.params(state.llm().info.sampling_defaults, thinks=state.formats.reasoning is not None)
-        chat = await prepare(state, body.conversation(), params)
-        note_ignored(request, chat.ignored, body.own_name)
+        chat = await _prepared(request, state, body)
         response_id = f"chat-{uuid.uuid4().hex}"
         generation = Generation(state, response_id, [chat], chat.params, model=model, priority=body.priority or 0)
         parser = DeltaParser(chat.reader(), None, skip_special_tokens=chat.params.skip_special_tokens)
         names = TokenNames(state.tokenizer(), as_ids=state.config.return_tokens_as_token_ids) if body.logprobs else None
         builder = CohereChatBuilder(response_id, parser, names)
         return await respond(request, state, generation, builder, stream=bool(body.stream), style=_STYLE)
+    except RequestError as error:
+        raise body.in_own_names(error) from None
+
+
+@router.post("/v2/chat/render", response_model=None)
+@router.post("/cohere/v2/chat/render", response_model=None, include_in_schema=False)
+async def render_cohere_chat(request: Request) -> dict[str, Any]:
+    """Return the token ids and sampling parameters of a conversation without running it."""
+    state, body, model = await read_for_model(request, CohereChatRequest)
+    options = PreviewOptions(stream=bool(body.stream), priority=body.priority or 0, special_tokens=False)
+    try:
+        chat = await _prepared(request, state, body)
+        return await preview(state, f"chat-{uuid.uuid4().hex}", model, chat, chat.params, options)
     except RequestError as error:
         raise body.in_own_names(error) from None

@@ -89,9 +89,10 @@ class CohereEmbedRequest(RequestBody):
 
     def in_own_names(self, error: RequestError) -> RequestError:
         names = {"dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
-        field = names.get(error.field, error.field)
-        renamed_error = RequestError(field, str(error).replace(error.field, field) if error.field else str(error))
-        return renamed(renamed_error, "inputs" if self.texts is None else "texts")
+        field = names.get(error.field)
+        if field is not None:
+            error = error.renamed(field, str(error).replace(error.field, field))
+        return renamed(error, "inputs" if self.texts is None else "texts")
 
 
 def _response(request_id: str, body: CohereEmbedRequest, vectors: Sequence[Array], tokens: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pagoda.server.api.chat_prompt import (
     Conversation,
     NamedTool,
     ToolChoice,
+    in_conversation,
     is_function,
     prepare,
 )
@@ -614,8 +615,11 @@ async def _answer(
     params = body.params(state.llm().info.sampling_defaults)
     try:
         prompts = []
-        for conversation in conversations:
-            prompts.append(await prepare(state, conversation, params))
+        for index, conversation in enumerate(conversations):
+            try:
+                prompts.append(await prepare(state, conversation, params))
+            except RequestError as error:
+                raise in_conversation(error, index) if isinstance(body, BatchChatCompletionRequest) else error from None
             await asyncio.sleep(0)  # Other requests run between the conversations of a batch.
         for prompt in prompts:
             body.check_context(len(prompt.token_ids))

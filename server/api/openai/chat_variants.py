@@ -40,13 +40,14 @@ class AllowedTools(RequestBody):
     def of(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return those of `tools` that are allowed. Raise RequestError for one that is not among them."""
         by_name = {_name_of(tool): tool for tool in tools}
-        names = [_name_of(tool) for tool in self.tools if tool.get("type", "function") == "function"]
-        unknown = next((name for name in names if name not in by_name), None)
-        if unknown is not None:
-            raise RequestError(
-                "tool_choice", f"tool_choice allows {str(unknown)[:128]!r}, which is not among the tools"
-            )
-        return [by_name[name] for name in dict.fromkeys(names)]
+        names = {
+            index: _name_of(tool) for index, tool in enumerate(self.tools) if tool.get("type", "function") == "function"
+        }
+        for index, name in names.items():
+            if name not in by_name:
+                field = f"tool_choice.allowed_tools.tools[{index}]"
+                raise RequestError(field, f"{field} is {name[:128]!r}, which is not among the tools")
+        return [by_name[name] for name in dict.fromkeys(names.values())]
 
 
 def _name_of(tool: Mapping[str, Any]) -> str:
@@ -103,8 +104,8 @@ _TOOL_PATH: Final = re.compile(r"^tools(\[\d+\])(\.function)?")
 
 def own_name_of_functions(field: str) -> str:
     """Return the name of a field of tools in a request with functions."""
-    if field == "tool_choice":
-        return "function_call"
+    if field.startswith("tool_choice"):
+        return field.replace("tool_choice.function", "function_call").replace("tool_choice", "function_call")
     return "functions" if field == "tools" else _TOOL_PATH.sub(r"functions\1", field)
 
 

@@ -65,7 +65,8 @@ class GenerateRequest(RequestBody):
         """Raise RequestError for an unknown field of sampling_params."""
         unknown = next((name for name in self.sampling_params if name not in {*_FIELDS, *_SET_BY_STREAM}), None)
         if unknown is not None:
-            raise RequestError("sampling_params", f"sampling_params.{unknown[:100]} is not a field of SamplingParams")
+            field = f"sampling_params.{unknown[:100]}"
+            raise RequestError(field, f"{field} is not a field of SamplingParams")
 
     def ignored(self, path: str = "") -> Iterator[Ignored]:
         """Yield the ignored parts, stream options without effect among them."""
@@ -82,14 +83,19 @@ class GenerateRequest(RequestBody):
                 values[name] = _object(name, values[name])
             params = SamplingParams.from_optional(**values, output_kind=kind)
         except RequestError as error:
-            message = str(error)
-            prefix = "" if error.field not in _FIELDS else "sampling_params."
-            raise RequestError("sampling_params", prefix + message) from None
+            raise self.in_own_names(error) from None
         if self.output_mode == "text" and not params.detokenize:
             raise RequestError("output_mode", "output_mode text needs sampling_params.detokenize true")
         if self.stream and params.prompt_logprobs is not None:
-            raise RequestError("sampling_params", "sampling_params.prompt_logprobs cannot be streamed; drop it")
+            field = "sampling_params.prompt_logprobs"
+            raise RequestError(field, f"{field} cannot be streamed; drop it")
         return params
+
+    def own_name(self, field: str) -> str:
+        """Return the path of a SamplingParams field, or of the prompt, in this request."""
+        if field in ("prompt", "prompt_token_ids"):
+            return "token_ids"
+        return f"sampling_params.{field}" if field in _FIELDS else field
 
 
 def _object(name: str, value: Any) -> Any:
@@ -101,7 +107,8 @@ def _object(name: str, value: Any) -> Any:
     if not isinstance(value, dict):
         raise RequestError(name, f"{name} must be an object")
     if unknown := sorted(value.keys() - known_keys):
-        raise RequestError(name, f"{name}.{unknown[0][:100]} is unknown")
+        field = f"{name}.{unknown[0][:100]}"
+        raise RequestError(field, f"{field} is unknown")
     return kind(**value)
 
 
@@ -220,10 +227,7 @@ async def generate(request: Request) -> Response:
             builder.names = _names(state)
         return await respond(request, state, source, builder, stream=bool(body.stream))
     except RequestError as error:
-        field = "token_ids" if error.field in ("prompt", "prompt_token_ids") else error.field
-        if field in _FIELDS:
-            raise RequestError("sampling_params", f"sampling_params.{error}") from None
-        raise RequestError(field, str(error)) from None
+        raise body.in_own_names(error) from None
 
 
 def _names(state: ServerState) -> TokenNames:

@@ -29,7 +29,11 @@ async def render_completions(request: Request) -> list[dict[str, Any]]:
         name = request_id_of(request, body, "cmpl")
         prompts = [await prompt_of(state, body, prompt, params) for prompt in body.prompts]
         options = _options_of(body, special_tokens=body.add_special_tokens is not False)
-        return [await preview(state, f"{name}-{i}", model, p, params, options) for i, p in enumerate(prompts)]
+        names = [name] if len(prompts) == 1 else [f"{name}-{index}" for index in range(len(prompts))]
+        return [
+            await preview(state, prompt_name, model, prompt, params, options)
+            for prompt_name, prompt in zip(names, prompts)
+        ]
     except RequestError as error:
         raise body.in_own_names(error) from None
 

@@ -18,7 +18,7 @@ from pydantic import Field, WithJsonSchema
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.server.api.chat_prompt import Conversation
-from pagoda.server.http.body import Int64, RequestBody, hint, unsupported
+from pagoda.server.http.body import Int64, RequestBody, hint, split_path, unsupported
 from pagoda.server.http.fields import PROMPTS_SCHEMA, check_template_kwargs, is_prompts, is_token_ids
 from pagoda.server.outputs import Array, RawPoolingOutput, ScoringRequestOutput
 from pagoda.server.processing.inputs import Side, TextOptions
@@ -259,9 +259,15 @@ def check_count(field: str, values: Sequence[Any]) -> None:
         raise RequestError(field, f"{field} has {len(values)} entries; at most {MAX_INPUTS} are allowed")
 
 
-def renamed(error: RequestError, prompt: str) -> RequestError:
-    """Return an error about a prompt with `prompt` as its field."""
-    return RequestError(prompt, str(error)) if error.field in ("prompt", "prompt_token_ids", "messages") else error
+def renamed(error: RequestError, prompt: str, *, indexed: bool = True) -> RequestError:
+    """Return an error about a prompt with `prompt` as its field. `indexed`: prompts are the entries of that field."""
+    name, path = split_path(error.field)
+    if name not in ("prompt", "prompt_token_ids", "messages"):
+        return error
+    message = str(error)
+    if path:
+        message = prompt + (message.removeprefix(name) if indexed else message.removeprefix(name + path))
+    return error.renamed(prompt + path if indexed else prompt, message)
 
 
 Dimensions = Annotated[Int64, Field(ge=1)]

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
-from pagoda.server.api.chat_prompt import render
+from pagoda.server.api.chat_prompt import in_conversation, render
 from pagoda.server.api.pooling.fields import (
     ChatT,
     ClassificationChatRequest,
@@ -33,7 +33,7 @@ from pagoda.server.api.pooling.fields import (
     vectors_response,
 )
 from pagoda.server.http.body import parse_body, read_json
-from pagoda.server.http.generation import PoolingBatch
+from pagoda.server.http.generation import PoolingBatch, in_prompt
 from pagoda.server.http.response import cancel_on_disconnect, encode_json, id_header, json_response
 from pagoda.server.http.state import Identified, ServerState, request_id_of, server_of
 from pagoda.server.outputs import RawPoolingOutput
@@ -159,7 +159,7 @@ async def _outputs(
         characters = sum(len(prompt) for prompt in prompts)
     else:
         try:
-            chats = [await render(call.state, conversation) for conversation in body.conversations()]
+            chats = await _rendered(call.state, body)
             prompts = [{"prompt": chat.text, "prompt_token_ids": chat.token_ids} for chat in chats]
         except RequestError as error:
             raise body.in_own_names(error) from None
@@ -167,10 +167,27 @@ async def _outputs(
     check_binary(encoding, len(prompts))
 
     def parse() -> list[Prompt]:
-        parsed = [call.inputs.parse(prompt, options) for prompt in prompts]
+        parsed = []
+        for index, prompt in enumerate(prompts):
+            try:
+                parsed.append(call.inputs.parse(prompt, options))
+            except RequestError as error:
+                raise error if len(prompts) == 1 else in_prompt(error, f"prompt[{index}]") from None
         return list(map(call.inputs.padded, parsed)) if body.padding == "max_length" else parsed
 
     return await call.run(params, parse, characters)
+
+
+async def _rendered(state: ServerState, body: ConversationFields) -> list[Prompt]:
+    """Return the conversations as prompts. Raise RequestError."""
+    rendered: list[Prompt] = []
+    conversations = body.conversations()
+    for index, conversation in enumerate(conversations):
+        try:
+            rendered.append(await render(state, conversation))
+        except RequestError as error:
+            raise error if len(conversations) == 1 else in_conversation(error, index) from None
+    return rendered
 
 
 def _vectors(call: PoolingCall, outputs: list[RawPoolingOutput], encoding: Encoding, kind: str, key: str) -> Response:

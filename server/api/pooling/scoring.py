@@ -108,7 +108,7 @@ class ScoreRequest(ScoringFields):
 
     def in_own_names(self, error: RequestError) -> RequestError:
         """Return an error about a prompt with the field of the longer texts."""
-        return renamed(error, _longer(self.fields, self.sides()))
+        return renamed(error, _longer(self.fields, self.sides()), indexed=False)
 
 
 class RerankRequest(ScoringFields):
@@ -130,7 +130,7 @@ class RerankRequest(ScoringFields):
 
     def in_own_names(self, error: RequestError) -> RequestError:
         """Return an error about a prompt with the field of the longer texts."""
-        return renamed(error, _longer(("query", "documents"), self.sides()))
+        return renamed(error, _longer(("query", "documents"), self.sides()), indexed=False)
 
 
 def _longer(fields: tuple[str, str], sides: tuple[list[str], list[str]]) -> str:

@@ -212,29 +212,42 @@ def test_text_parts_are_joined():
 
 
 @each_row(
-    ("messages", "message"),
+    ("messages", "message", "field"),
     [
-        ([], "non-empty"),
-        ("hello", "non-empty"),
-        (["hello"], r"messages\[0\] must be an object"),
-        ([{"content": "x"}], r"messages\[0\].role"),
-        ([{"role": 1, "content": "x"}], r"messages\[0\].role"),
-        ([{"role": "user", "content": 5}], r"messages\[0\].content must be a string"),
+        ([], "non-empty", "messages"),
+        ("hello", "non-empty", "messages"),
+        (["hello"], r"messages\[0\] must be an object", "messages[0]"),
+        ([{"content": "x"}], r"messages\[0\].role", "messages[0].role"),
+        ([{"role": 1, "content": "x"}], r"messages\[0\].role", "messages[0].role"),
+        ([{"role": "user", "content": 5}], r"messages\[0\].content must be a string", "messages[0].content"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            r"messages\[0\].content\[0\] has type 'image_url'; the model is served text-only",
+            r"messages\[0\].content\[0\].type is 'image_url'; the model is served text-only",
+            "messages[0].content[0].type",
         ),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\].content\[0\].text"),
-        ([{"role": "user", "content": [{"text": "x"}]}], "with a type"),
-        ([{"role": "user", "content": "x", "extra": {1, 2}}], "not a JSON value"),
-        ([{"role": "user", "content": "x", "tool_calls": ["y"]}], "with a function"),
-        ([{"role": "assistant", "tool_calls": {"id": "x"}}], r"messages\[0\].tool_calls must be a list"),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            r"messages\[0\].content\[0\].text",
+            "messages[0].content[0].text",
+        ),
+        ([{"role": "user", "content": [{"text": "x"}]}], "with a type", "messages[0].content[0]"),
+        ([{"role": "user", "content": "x", "extra": {1, 2}}], "not a JSON value", "messages[0].extra"),
+        (
+            [CHAT[0], {"role": "user", "content": "x", "tool_calls": ["y"]}],
+            "with a function",
+            "messages[1].tool_calls[0].function",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": {"id": "x"}}],
+            r"messages\[0\].tool_calls must be a list",
+            "messages[0].tool_calls",
+        ),
     ],
 )
-def test_malformed_messages_are_refused(messages, message):
+def test_malformed_messages_are_refused(messages, message, field):
     with pytest.raises(RequestError, match=message) as caught:
         render(CHATML, messages)
-    assert caught.value.field == "messages"
+    assert caught.value.field == field
 
 
 def test_the_built_in_template_shows_tools_calls_and_their_results():

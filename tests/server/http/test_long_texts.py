@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -76,8 +77,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def refused(server: LiveServer, path: str, body: Any, seen: list[int]) -> None:
     status, answer = server.post(path, body)
     assert status == 400
-    assert "maximum context length is" in answer["error"]["message"]
-    assert "the prompt is too long" in answer["error"]["message"]
+    if path.startswith("/v1/messages"):
+        assert re.fullmatch(r"prompt is too long: \d+ tokens > 63 maximum", answer["error"]["message"])
+    else:
+        assert "maximum context length is" in answer["error"]["message"]
+        assert "the prompt is too long" in answer["error"]["message"]
+        assert answer["error"].get("code") == "context_length_exceeded"
     assert max(seen, default=0) < tokenizer.CHUNK_CHARS
 
 

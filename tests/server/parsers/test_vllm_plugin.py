@@ -280,7 +280,7 @@ def test_a_stream_whose_plugin_raises_ends_with_an_error(server: LiveServer, tex
         assert raw.endswith(b"data: [DONE]\n\n")
         raw = json.loads(raw.decode().split("data: ")[-2])
     assert raw["error"]["message"] == FAILURES[text]
-    assert raw["error"]["code"] == 500
+    assert (raw["error"]["type"], raw["error"]["code"]) == ("server_error", None)
     assert _streamed(server, _body("<r>a</r>b"))["content"] == "b"
 
 

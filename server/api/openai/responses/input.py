@@ -435,7 +435,8 @@ class _MessagesFromItems:
         call_id = self._call_ids.get(call_id, call_id)
         name = self._function_names.get(call_id)
         if name is None:
-            raise RequestError(where, f"{where}.call_id {call_id[:80]!r} matches no earlier function_call")
+            field = f"{where}.call_id"
+            raise RequestError(field, f"{field} {call_id[:80]!r} matches no earlier function_call")
         self._current = None
         self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": text})
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from pagoda.server.api.openai.responses.input import encode_reasoning
 from pagoda.server.api.openai.responses.tools import CustomInputDecoder, OfferedTool
-from pagoda.server.http.errors import http_error
+from pagoda.server.http.errors import UnavailableError, response_error
 from pagoda.server.http.fields import TokenNames, chat_logprobs
 from pagoda.server.http.generation import num_prompt_tokens
 from pagoda.server.outputs import LogprobsOnePosition, RequestOutput
@@ -375,11 +375,9 @@ class ResponsesBuilder:
         """Mark the response failed and yield the final events; none if it has ended already."""
         if self.ended:
             return
-        if not self._num_events:
+        if self._usage is None:
             yield from self._start()
-        failure = http_error(error)
-        code = "rate_limit_exceeded" if failure.status == 429 else "server_error"
-        yield from self._close("failed", error={"code": code, "message": failure.message})
+        yield from self._close("failed", error=response_error(error))
 
     def cancel(self) -> None:
         """Mark the response cancelled; the API has no event for it."""
@@ -446,14 +444,15 @@ class ResponsesBuilder:
             case "length":
                 yield from self._close("incomplete", incomplete={"reason": "max_output_tokens"})
             case _:
-                error = {"code": "server_error", "message": "the server ended the response before it was complete"}
-                yield from self._close("failed", error=error)
+                error = UnavailableError("the server ended the response before it was complete")
+                yield from self._close("failed", error=response_error(error))
 
     def _close(
         self, status: str, *, error: dict[str, Any] | None = None, incomplete: dict[str, Any] | None = None
     ) -> Iterator[Event]:
         item_status = "completed" if status == "completed" else "incomplete"
-        yield from self._item_events(self._blocks.finish(), item_status)
+        if self._usage is not None:  # Without any output there is no item.
+            yield from self._item_events(self._blocks.finish(), item_status)
         self._error = error
         self._incomplete = incomplete
         self._finish(status)

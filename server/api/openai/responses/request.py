@@ -20,7 +20,7 @@ from pagoda.server.api.openai.responses.tools import (
     offered_tools,
     shown_tools,
 )
-from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, unsupported
+from pagoda.server.http.body import Ignored, Int64, RequestBody, hint, split_path, unsupported
 from pagoda.server.http.fields import StopStrings, StructuredOutputs, check_template_kwargs
 
 
@@ -48,7 +48,8 @@ class ResponsesText(RequestBody):
         if format.type == "json_object":
             return StructuredOutputsParams(json_object=True)
         if format.schema_ is None or not format.name:
-            raise RequestError("text", "text.format needs a name and a schema")
+            field = "text.format.name" if not format.name else "text.format.schema"
+            raise RequestError(field, f"{field} is missing: text.format needs a name and a schema")
         return StructuredOutputsParams(json=format.schema_)
 
     def shown(self) -> Mapping[str, Any]:
@@ -280,14 +281,16 @@ class ResponsesRequest(RequestBody):
         """Return this request's name for a field of SamplingParams or chat completions."""
         by_format = self.text is not None and self.structured_outputs is None
         names = {
-            "structured_outputs": "text" if by_format else "tools" if self.structured_outputs is None else field,
+            "structured_outputs": "text.format" if by_format else "tools" if self.structured_outputs is None else field,
             "extra_args": "vllm_xargs",
             "max_tokens": "max_output_tokens",
             "logprobs": "top_logprobs",
             "prompt": "input",
-            "messages": "input",
             "reasoning_effort": "reasoning.effort",
+            "tool_choice.function.name": "tool_choice.name",
         }
+        if split_path(field)[0] == "messages":  # A message's index is not that of an item of the input.
+            return "input"
         return names.get(field, self._tool_path(field))
 
     def _tool_path(self, field: str) -> str:

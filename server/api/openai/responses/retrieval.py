@@ -16,7 +16,7 @@ from pagoda.common.errors import RequestError
 from pagoda.server.api.openai.responses.input import ITEMS, shown_item
 from pagoda.server.api.openai.responses.pagination import ignored_parameters, page_of
 from pagoda.server.http.body import MAX_IGNORED, Ignored, note_ignored
-from pagoda.server.http.errors import http_error
+from pagoda.server.http.errors import response_error_event
 from pagoda.server.http.response import (
     KEEP_ALIVE,
     LOST_RESPONSE,
@@ -132,8 +132,7 @@ def event_stream(state: ServerState, stored: StoredResponse, first: int) -> Resp
                 yield KEEP_ALIVE if event is None else event
 
     def failure(error: BaseException) -> bytes:
-        payload = {"code": "server_error", "message": http_error(error).message, "param": None}
-        return named_event({"type": "error", "sequence_number": len(stored.events or ())} | payload)
+        return named_event(response_error_event(error) | {"sequence_number": len(stored.events or ())})
 
     return EventStream(
         b"", events(), state.stopping, {}, EventStyle(named_event, failure, done=b"", lost=LOST_RESPONSE)

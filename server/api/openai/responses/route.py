@@ -6,17 +6,19 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.types import Message
 
-from pagoda.common.errors import PagodaError, RequestError
-from pagoda.server.api.chat_prompt import ChatPrompt, prepare, prepare_fitting
+from pagoda.common.errors import PagodaError, PromptTooLongError, RequestError
+from pagoda.common.sampling_params import SamplingParams
+from pagoda.server.api.chat_prompt import ChatPrompt, PlainReader, prepare, prepare_fitting
 from pagoda.server.api.openai.responses.input import (
     ITEMS,
     Item,
@@ -37,9 +39,11 @@ from pagoda.server.http.generation import Generation
 from pagoda.server.http.preview import PreviewOptions, preview
 from pagoda.server.http.response import (
     LOST_RESPONSE,
+    EventStream,
     EventStyle,
     cancel_on_disconnect,
     encode_json,
+    id_header,
     json_response,
     named_event,
     owner_of,
@@ -49,6 +53,7 @@ from pagoda.server.http.state import ServerState, read_for_model
 from pagoda.server.http.stores.conversations import StoredConversation
 from pagoda.server.http.stores.responses import StoredResponse
 from pagoda.server.parsers.output_parser import DeltaParser
+from pagoda.server.parsers.parser import OutputReader
 
 logger = logging.getLogger(__name__)
 router = APIRouter(tags=["responses"])
@@ -67,7 +72,7 @@ async def create_response(request: Request) -> Response:
         user = body.safety_identifier or body.user
         generation = Generation(state, response_id, [chat], chat.params, model=model, priority=body.priority, user=user)
         tools, _ = body.offered(context.items, context.num_earlier)
-        builder = _builder(state, body, chat, tools, id=response_id, model=model, stores=stores)
+        builder = _builder(state, body, chat.params, chat.reader(), tools, id=response_id, model=model, stores=stores)
         stored = StoredResponse(
             response_id,
             lambda: encode_json(builder.response),
@@ -78,12 +83,13 @@ async def create_response(request: Request) -> Response:
         if body.background:
             await _start_in_background(state, generation, builder, stored)
             return event_stream(state, stored, 0) if body.stream else encoded_json(stored.body)
-        style = EventStyle(
-            named_event, lambda error: b"".join(map(named_event, builder.fail(error))), done=b"", lost=LOST_RESPONSE
-        )
+        style = EventStyle(named_event, partial(_failure, builder), done=b"", lost=LOST_RESPONSE)
         return await respond(request, state, generation, builder, stream=bool(body.stream), style=style)
     except RequestError as error:
-        raise body.in_own_names(error) from None
+        own_error = body.in_own_names(error)
+        if body.stream and isinstance(own_error, PromptTooLongError):
+            return _failed_stream(state, body, own_error, id=response_id, model=model)
+        raise own_error from None
 
 
 @router.post("/v1/responses/input_tokens", response_model=None)
@@ -196,10 +202,37 @@ def _earlier_items(state: ServerState, response_id: str | None, owner: bytes) ->
     return ITEMS.validate_json(stored.items)
 
 
+def _failure(builder: ResponsesBuilder, error: BaseException) -> bytes:
+    """Return the events that end the stream of a response which failed."""
+    return b"".join(map(named_event, builder.fail(error)))
+
+
+def _failed_stream(
+    state: ServerState, body: ResponsesRequest, error: PromptTooLongError, *, id: str, model: str
+) -> Response:
+    """Return the stream of a response whose prompt is too long. It is not stored.
+
+    Clients shorten the conversation when the response of a stream fails with this code, not when its status is 400.
+    """
+    params = body.params(state.llm().info.sampling_defaults)
+    builder = _builder(state, body, params, PlainReader(), (), id=id, model=model, stores=False)
+    style = EventStyle(named_event, partial(_failure, builder), done=b"", lost=LOST_RESPONSE)
+    events = [*(builder.queued() if body.background else ()), *builder.fail(error)]
+    headers = id_header(id) if state.config.enable_request_id_headers else {}
+    return EventStream(b"".join(map(named_event, events)), _no_events(), state.stopping, headers, style)
+
+
+async def _no_events() -> AsyncGenerator[bytes, None]:
+    nothing: tuple[bytes, ...] = ()
+    for event in nothing:
+        yield event
+
+
 def _builder(
     state: ServerState,
     body: ResponsesRequest,
-    chat: ChatPrompt,
+    params: SamplingParams,
+    reader: OutputReader,
     tools: Iterable[OfferedTool],
     *,
     id: str,
@@ -208,9 +241,9 @@ def _builder(
 ) -> ResponsesBuilder:
     fixed = {"id": id, "object": "response", "created_at": int(time.time()), "model": model, "store": stores}
     parser = DeltaParser(
-        chat.reader(),
+        reader,
         state.tokenizer() if body.shows_logprobs else None,
-        skip_special_tokens=chat.params.skip_special_tokens,
+        skip_special_tokens=params.skip_special_tokens,
     )
     view = ResponseView(
         reasoning=body.include_reasoning,
@@ -219,7 +252,7 @@ def _builder(
         names=TokenNames(state.tokenizer(), as_ids=state.config.return_tokens_as_token_ids),
         tools={tool.function_name: tool for tool in tools},
     )
-    return ResponsesBuilder(fixed | body.shown(chat.params), parser, view)
+    return ResponsesBuilder(fixed | body.shown(params), parser, view)
 
 
 def _end(state: ServerState, stored: StoredResponse | None, builder: ResponsesBuilder, context: _Context) -> None:

@@ -270,15 +270,17 @@ def chosen_tools(tools: Sequence[OfferedTool], choice: Any) -> tuple[list[Offere
     if isinstance(choice, ToolByName):
         return list(tools), NamedTool(_resolved(tools, choice.function_name))
     if isinstance(choice, AllowedChoice):
-        names = [
-            _resolved(tools, flat_name(tool.namespace, tool.name or LOCAL_SHELL))
-            for tool in choice.tools
+        names = {
+            index: _resolved(tools, flat_name(tool.namespace, tool.name or LOCAL_SHELL))
+            for index, tool in enumerate(choice.tools)
             if tool.type in ("function", "custom", "local_shell")
-        ]
-        unknown = next((name for name in names if name not in {tool.function_name for tool in tools}), None)
-        if unknown is not None:
-            raise RequestError("tool_choice", f"tool_choice allows {unknown[:128]!r}, which is not among the tools")
-        allowed = [tool for tool in tools if tool.function_name in names]
+        }
+        offered = {tool.function_name for tool in tools}
+        for index, name in names.items():
+            if name not in offered:
+                field = f"tool_choice.tools[{index}]"
+                raise RequestError(field, f"{field} is {name[:128]!r}, which is not among the tools")
+        allowed = [tool for tool in tools if tool.function_name in names.values()]
         return allowed, choice.mode if allowed or choice.mode == "required" else "none"
     if choice == "required":
         return list(tools), "required"

@@ -121,7 +121,7 @@ def test_unsupported_routes(route: tuple[str, str], why: str) -> None:
         status, answer = server.request(method, path, None if method == "GET" else {})
         assert status == 501
         assert answer["error"]["message"] == f"{path} is not supported: {why}"
-        assert answer["error"]["type"] == "NotImplementedError"
+        assert answer["error"]["type"] == "server_error"
 
 
 def test_development_routes_need_the_flag() -> None:

@@ -200,7 +200,7 @@ def test_keys() -> None:
             assert server.request("POST", "/v1/messages", ASK, headers)[0] == 200
         assert server.request("GET", "/v1/models", None, {"x-api-key": "k"})[0] == 200
         status, answer = server.request("POST", "/v1/completions", {}, {"x-api-key": "no"})
-        assert (status, answer["error"]["type"]) == (401, "UnauthorizedError")
+        assert (status, answer["error"]["type"]) == (401, "invalid_request_error")
         client = anthropic.Anthropic(base_url=server.url, api_key="no", max_retries=0)
         with pytest.raises(anthropic.AuthenticationError):
             client.messages.create(**ASK)
@@ -245,7 +245,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "user", "content": "a" * 100}]}, "the prompt is too long: 117 tokens"),
+    ({"messages": [{"role": "user", "content": "a" * 100}]}, "prompt is too long: 117 tokens > 63 maximum"),
     ({"system": [IMAGE]}, "system[0]: type 'image'"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),

@@ -243,13 +243,13 @@ def test_request_id_is_returned(client: openai.OpenAI) -> None:
 def test_error_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-9", prompt="a")
-    assert missing.value.param == "model"
+    assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model="fake", prompt="a", temperature=-1)
     assert bad.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as long:
         client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "a" * 100}])
-    assert long.value.param == "messages"
+    assert (long.value.param, long.value.code) == ("messages", "context_length_exceeded")
     assert "64" in str(long.value)
 
 

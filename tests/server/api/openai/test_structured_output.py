@@ -151,7 +151,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"choice": ["a"]}, "min_tokens": 9}, "structured_outputs", "min_tokens is 9"),
     ({"response_format": {"type": "yaml"}}, "response_format", "yaml"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "needs a schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "is missing",
+    ),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, "response_format", "no"),
     ({"response_format": {"type": "structural_tag"}}, "response_format", "needs a format"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "leave one of them out"),
@@ -170,7 +174,7 @@ def test_a_bad_constraint_is_a_400_that_names_its_field(server, fields, param, w
         assert stream
         assert words == "min_tokens is 9"
         answer = json.loads(answer.decode().split("data: ")[-2])
-    assert answer["error"]["code"] == 400, answer
+    assert answer["error"]["type"] == "invalid_request_error", answer
     assert answer["error"]["param"] == param
     assert words in answer["error"]["message"]
     assert complete(server, max_tokens=2)[0]["text"] == "bc"

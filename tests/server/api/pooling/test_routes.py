@@ -571,7 +571,12 @@ def test_pooling_models_do_not_generate(embed: LiveServer) -> None:
         ("/v1/embeddings", {"input": "a", "padding": "max_length"}, "padding"),
         ("/v1/embeddings", {"input": ["a"] * 4097}, "input"),
         ("/v1/embeddings", {"messages": []}, "messages"),
-        ("/v1/embeddings", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        (
+            "/v1/embeddings",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
+        ("/v1/embeddings", {"input": ["a", "a" * 100]}, "input[1]"),
         ("/pooling", {"data": "x"}, "data"),
         ("/pooling", {"messages": CHAT * 30}, "messages"),
         ("/classify", {"input": "a"}, "task"),

@@ -152,7 +152,7 @@ def test_logprob_token_ids(server: LiveServer) -> None:
     for path, least in BOTH:
         assert param_of(server, path, least | fields) == "logprob_token_ids"
     assert param_of(server, "/v1/completions", TEXT | {"logprobs": 1, "logprob_token_ids": [257]}) == (
-        "logprob_token_ids"
+        "logprob_token_ids[0]"
     )
 
 

@@ -82,7 +82,7 @@ def refused(server: LiveServer, client: socket.socket, status: int, word: str) -
     assert head.startswith(f"HTTP/1.1 {status} ".encode()), head
     assert b"connection: close" in head
     error = json.loads(body)["error"]
-    assert error["code"] == status
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
     assert word in error["message"]
     server.advance(LINGER_SECONDS)
     assert answer(client) == b""

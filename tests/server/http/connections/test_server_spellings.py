@@ -11,7 +11,7 @@ PREFIX = "/models/small"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with live_server(root_path=PREFIX, enable_server_load_tracking=True) as server:
+    with live_server(root_path=PREFIX) as server:
         yield server
 
 

@@ -28,7 +28,7 @@ SERVERS = {
     SMOL: Served(SMOL, {**TOOLS, "enable_prompt_tokens_details": True, "enable_tokenizer_info_endpoint": True}),
     "fake": Served("fake"),
     "say": Served("fake:say", {**TOOLS, "enable_prompt_tokens_details": True}, {"reasoning_parser": "qwen3"}),
-    "slow": Served("fake:slow", {"enable_server_load_tracking": True}),
+    "slow": Served("fake:slow"),
     "crash": Served("fake:crash"),
     "all-logprobs": Served("fake", {}, {"max_logprobs": -1}),
     "as-ids": Served("fake", {"return_tokens_as_token_ids": True}),

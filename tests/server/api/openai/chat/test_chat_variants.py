@@ -97,7 +97,7 @@ def test_functions_are_answered_with_function_call(server: LiveServer) -> None:
 
 def test_errors_of_functions_name_their_fields(server: LiveServer) -> None:
     assert refused(server, asking("x", functions=[{"name": "a b"}])) == "functions[0].name"
-    assert refused(server, asking("x", functions=[WEATHER], function_call={"name": "f"})) == "function_call"
+    assert refused(server, asking("x", functions=[WEATHER], function_call={"name": "f"})) == "function_call.name"
     assert refused(server, asking("x", functions=[WEATHER], tools=[tool(WEATHER)])) == "functions"
 
 

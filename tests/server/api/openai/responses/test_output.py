@@ -66,7 +66,7 @@ def test_an_error_closes_open_items(events: list[Event], keep: int) -> None:
 
 def test_an_error_before_the_first_output() -> None:
     response = check_grammar(list(builder_of([]).fail(QueueFullError("full"))))
-    assert response["error"]["code"] == "rate_limit_exceeded"
+    assert (response["error"]["code"], response["output"]) == ("rate_limit_exceeded", [])
 
 
 def test_a_background_response_is_queued_first() -> None:

@@ -81,6 +81,24 @@ def test_streamed(client: openai.OpenAI) -> None:
     assert kinds[-1] == "response.completed"
 
 
+@each_row("background", [False, True])
+def test_the_stream_of_a_prompt_that_is_too_long_fails(server: LiveServer, background: bool) -> None:
+    """Coding agents shorten the conversation at this event, not at a 400."""
+    long = {"input": "a" * 300, "background": background}
+    status, raw = server.post("/v1/responses", ASK | long | {"stream": True})
+    assert status == 200
+    kinds = ["created", "queued", "in_progress", "failed"] if background else ["created", "in_progress", "failed"]
+    events = events_of(raw)
+    assert [event["type"] for event in events] == [f"response.{kind}" for kind in kinds]
+    assert [event["sequence_number"] for event in events] == list(range(len(kinds)))
+    response = events[-1]["response"]
+    assert (response["error"]["code"], response["store"]) == ("context_length_exceeded", False)
+    assert "maximum context length" in response["error"]["message"]
+    assert server.get(f"/v1/responses/{response['id']}")[0] == 404
+    status, answer = server.post("/v1/responses", ASK | long)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
 async def test_asynchronous_client(server: LiveServer) -> None:
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     async with client.responses.stream(model="fake", input="a", extra_body={"stop": "="}) as stream:
@@ -170,7 +188,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input[0].content[0]"),
-    ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0]"),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
     ({"input": [{"type": "reasoning", "encrypted_content": "pagoda:?"}]}, "input[0].encrypted_content"),
     ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]}, "input[0].encrypted_content"),
     ({"input": "a" * 100}, "input"),
@@ -180,11 +198,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL | {"name": "f f"}]}, "tools[0].name"),
     ({"tool_choice": {"type": "mcp"}}, "tool_choice"),
     ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": ALLOWED}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": ALLOWED}, "tool_choice.tools[0]"),
     ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
-    ({"text": {"format": {"type": "json_schema"}}}, "text"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.name"),
     ({"text": {"format": {"type": "json_object"}}, "structured_outputs": {"json": {}}}, "structured_outputs"),
     ({"structured_outputs": {"nothing": 1}}, "structured_outputs.nothing"),
     ({"include": ["file_search_call.results"]}, "include[0]"),
