@@ -47,7 +47,8 @@ class ServerConfig:
     uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port; its mode is 0600.")
     api_key: tuple[str, ...] = option(
         (),
-        "API keys; if set, requests must send one of them (Authorization: Bearer KEY, X-API-Key or api-key). Repeatable.",
+        "API keys; if set, requests must send one of them (Authorization: Bearer KEY, X-API-Key or api-key). "
+        "Repeatable.",
     )
     chat_template: str | None = option(
         None,

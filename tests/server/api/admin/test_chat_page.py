@@ -36,7 +36,7 @@ def headers_of(server: LiveServer, path: str) -> dict[str, str]:
 
 @pytest.mark.setting("--disable-chat-page")
 def test_the_page_can_be_disabled() -> None:
-    with live_server() as shown, live_server(disable_chat_page=True, disable_fastapi_docs=True) as hidden:
+    with live_server() as shown, live_server(disable_chat_page=True) as hidden:
         assert shown.get("/") == (200, HTML.encode())
         assert hidden.get("/")[0] == 404
         headers = headers_of(shown, "/")
