@@ -23,8 +23,9 @@ $(VENV)/.cpu: pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install -q -e '.[cpu]' -c $(CONSTRAINTS)
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.cpu
-	$(BIN)/python -m pip install -q -e '.[cpu,cuda,tpu,dev]' -c $(CONSTRAINTS)
+# Triton's version is that of the expected figures of kernels; torch's CUDA builds of PyPI want their own, its CPU builds none.
+$(VENV)/.dev: $(VENV)/.cpu constraints/kernels.txt
+	$(BIN)/python -m pip install -q -e '.[cpu,cuda,tpu,dev]' -c $(CONSTRAINTS) -c constraints/kernels.txt
 	touch $@
 
 $(MODEL): tools/smollm2.py

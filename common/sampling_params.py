@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum, IntEnum
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -172,6 +172,9 @@ class SamplingParams:
     """Keep this many tokens of a longer prompt; -1: as many as the context holds."""
     truncation_side: str | None = field(default=None, kw_only=True)
     """Which end of a longer prompt is cut off: "left", its beginning, or "right"; None: its beginning."""
+
+    __struct_fields__: ClassVar[tuple[str, ...]]
+    """Names of all fields, under the name that vLLM's class has them."""
 
     def __post_init__(self) -> None:
         if self.stop is None:
@@ -567,5 +570,7 @@ _CHECKS: Final[dict[str, Check]] = {
     "truncation_side": _side,
 }
 """Check of each field. Together with NOT_YET this covers every field."""
+
+SamplingParams.__struct_fields__ = tuple(f.name for f in fields(SamplingParams))
 
 _DEFAULTS: Final[dict[str, Any]] = {f.name: f.default for f in fields(SamplingParams) if f.default is not MISSING}

@@ -33,6 +33,7 @@ from pagoda.server.core_client.client import (
     displaced,
 )
 from pagoda.server.core_client.ipc_messages import (
+    UNAWAITED,
     Abort,
     AdapterState,
     AddRequest,
@@ -45,11 +46,13 @@ from pagoda.server.core_client.ipc_messages import (
     RemoveAdapter,
     ResetPrefixCache,
     Restarting,
+    Resume,
     SleepState,
     SnapshotTaken,
     StartProfile,
     StepReply,
     StopProfile,
+    Suspend,
     TakeSnapshot,
 )
 from pagoda.server.llm_engine import check_stat_loggers, log_engine_stats, open_tracer
@@ -176,6 +179,7 @@ class AsyncLLM(EngineViews):
             config.scheduler, self._engine, self._sleep, lambda: self._ready().requests.use, self._on_rejected, clock
         )
         self._gate = Gate()
+        self._suspended = False  # By pause_generation(mode="keep").
         self.text_threads = TextThreads(self._on_rejected)
         self.adapters = AdapterRegistry(config.lora)
         if wait:
@@ -551,9 +555,16 @@ class AsyncLLM(EngineViews):
         *,
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
+        profiler_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Trace the engine's steps from now on. See LLMEngine.start_profile; raises EngineDeadError, too."""
-        request = check_profile(self.config.extension.profiler, profile_prefix, delay_iterations, max_iterations)
+        request = check_profile(
+            self.config.extension.profiler,
+            prefix=profile_prefix,
+            delay_iterations=delay_iterations,
+            max_iterations=max_iterations,
+            profiler_kwargs=profiler_kwargs,
+        )
         await self._call_profiler(lambda ticket: StartProfile(ticket, request))
 
     async def stop_profile(self) -> str:
@@ -644,25 +655,35 @@ class AsyncLLM(EngineViews):
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         """Hold back new requests until resume_generation(). With `mode` "abort" running requests end, with "wait" they
-        finish first.
+        finish first, with "keep" they stop where they are and continue afterwards.
 
-        `clear_cache`: drop cached prefixes then. Raises RequestError for another mode.
+        `clear_cache`: drop cached prefixes then; requests that are kept keep their KV. With "keep" no step runs when
+        this returns, and sleep() raises SleepError as long as requests are kept. Raises RequestError for another mode.
         """
         if mode not in PAUSE_MODES:
-            raise RequestError(
-                "mode", f"mode {mode[:50]} is not {' or '.join(PAUSE_MODES)}: requests cannot be suspended"
-            )
+            raise RequestError("mode", f"mode {mode[:50]} is not one of {', '.join(PAUSE_MODES)}")
         self._gate.close()
-        if mode == "abort":
-            await self.abort(self.request_ids)
-        while self.num_unfinished and self._engine.dead is None:
-            await asyncio.sleep(POLL_SECONDS)
+        if mode == "keep":
+            self._suspended = True
+            await self._engine.call(Suspend)
+        else:
+            self._resume_suspended()
+            if mode == "abort":
+                await self.abort(self.request_ids)
+            while self.num_unfinished and self._engine.dead is None:
+                await asyncio.sleep(POLL_SECONDS)
         if clear_cache:
             await self.reset_prefix_cache()
 
     async def resume_generation(self) -> None:
-        """Accept requests again."""
+        """Accept requests again, and continue suspended ones."""
+        self._resume_suspended()
         self._gate.open()
+
+    def _resume_suspended(self) -> None:
+        if self._suspended:
+            self._suspended = False
+            self._engine.send_if_alive(Resume())
 
     async def is_paused(self) -> bool:
         """Return True while new requests wait."""
@@ -719,6 +740,8 @@ class AsyncLLM(EngineViews):
                 self._lose(cause, child_ids)
             case Ready():
                 self._sleep.reset()
+                if self._suspended:
+                    self._engine.send(Suspend(UNAWAITED))
                 self._send(self._ready().requests.children)
             case _:
                 pass

@@ -453,9 +453,15 @@ class LLM(ExplainsMissingMethods):
         *,
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
+        profiler_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Trace steps from now on. See LLMEngine.start_profile."""
-        self.llm_engine.start_profile(profile_prefix, delay_iterations=delay_iterations, max_iterations=max_iterations)
+        self.llm_engine.start_profile(
+            profile_prefix,
+            delay_iterations=delay_iterations,
+            max_iterations=max_iterations,
+            profiler_kwargs=profiler_kwargs,
+        )
 
     def stop_profile(self) -> str:
         """Write the trace and return its path. See LLMEngine.stop_profile."""

@@ -278,14 +278,21 @@ class LLMEngine(EngineViews):
         *,
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
+        profiler_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Trace the steps that follow, until `stop_profile`, with `profiler_config`.
 
         `profile_prefix`: beginning of the file's name. `delay_iterations`: steps that are skipped first.
-        `max_iterations`: steps after which the trace is written without a stop; 0: none. None: as configured. Raises
-        RequestError, ConfigError without profiler_config.
+        `max_iterations`: steps after which the trace is written without a stop; 0: none. None: as configured.
+        `profiler_kwargs`: the same two as a dictionary. Raises RequestError, ConfigError without profiler_config.
         """
-        request = check_profile(self.config.extension.profiler, profile_prefix, delay_iterations, max_iterations)
+        request = check_profile(
+            self.config.extension.profiler,
+            prefix=profile_prefix,
+            delay_iterations=delay_iterations,
+            max_iterations=max_iterations,
+            profiler_kwargs=profiler_kwargs,
+        )
         self._profiler.start(request)
 
     def stop_profile(self) -> str:

@@ -181,8 +181,40 @@ def comma_separated(text: str) -> tuple[str, ...]:
 
 
 def did_you_mean(word: str, known_words: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the closest known name, or an empty string if none is close."""
+    """Return `; did you mean X?` for the known name that means the same or is spelled alike; empty if there is none."""
     import difflib  # Only errors need this module.
 
-    match = difflib.get_close_matches(word, list(known_words), n=1)
-    return f"; did you mean {match[0]}?" if match else ""
+    by_stem = {_stem(known): known for known in reversed(list(known_words))}
+    stem = _stem(word)
+    meant = SAME_MEANING.get(stem)
+    if meant in by_stem:
+        return f"; did you mean {by_stem[meant]}?"
+    cutoff = _SIMILAR if len(stem) > _SHORT else _SIMILAR_IF_SHORT
+    match = difflib.get_close_matches(stem, list(by_stem), n=1, cutoff=cutoff)
+    return f"; did you mean {by_stem[match[0]]}?" if match else ""
+
+
+def _stem(name: str) -> str:
+    return name.lstrip("-").replace("_", "-")
+
+
+SAME_MEANING: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("accelerator", "chip", "chips", "device", "gpu", "gpu-type", "machine"), "hardware"),
+    **dict.fromkeys(("gpus", "n-gpus", "num-gpus", "num-shard", "tensor-parallel", "tp-size"), "tensor-parallel-size"),
+    **dict.fromkeys(("context-length", "context-size", "ctx-size", "max-seq-len", "num-ctx"), "max-model-len"),
+    **dict.fromkeys(("batch-size", "max-batch-size", "max-running-requests", "parallel"), "max-num-seqs"),
+    **dict.fromkeys(("chunked-prefill-size", "max-batch-tokens"), "max-num-batched-tokens"),
+    **dict.fromkeys(("dp-size", "num-replicas", "replicas"), "data-parallel-size"),
+    **dict.fromkeys(("gpu-memory-fraction", "mem-fraction-static"), "gpu-memory-utilization"),
+    **dict.fromkeys(("checkpoint", "model-id", "model-path"), "model"),
+    **dict.fromkeys(("alias", "model-name"), "served-model-name"),
+    **dict.fromkeys(("quant", "quantize"), "quantization"),
+    "qps": "request-rate",
+    "rate": "request-rate",
+}
+"""Name of a setting in other programs, or a word for it -> the setting here that means the same."""
+
+_SIMILAR: Final = 0.75
+_SIMILAR_IF_SHORT: Final = 0.6
+_SHORT: Final = 3
+"""Names are alike from this ratio of difflib on; one letter is much of a name of at most _SHORT letters."""

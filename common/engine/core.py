@@ -196,6 +196,7 @@ class EngineCore:
         self._depth = 2 if limits.async_scheduling else 1  # steps in flight
         self._pending: deque[tuple[Any, Pending[Any]]] = deque()
         self._unchecked_steps = 0
+        self._suspended = False
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError naming the field if it can never run.
@@ -213,13 +214,33 @@ class EngineCore:
         if self.journal is not None:
             self.journal.aborting(request_ids)
         self._scheduler.abort(request_ids)
-        if not self.has_work:
+        if self._is_idle:
             self._check_kv_cache(idle=True)
 
     @property
     def has_work(self) -> bool:
-        """True while a request is unfinished or a step is in flight."""
-        return bool(self._pending) or self._scheduler.num_unfinished > 0 or len(self._grammars) > 0 or self._reads
+        """True while a step is in flight or a request is unfinished; suspended requests do not count."""
+        return bool(self._pending) or self._reads or (self.has_requests and not self._suspended)
+
+    @property
+    def has_requests(self) -> bool:
+        """True while a request is unfinished, suspended or not."""
+        return self._scheduler.num_unfinished > 0 or len(self._grammars) > 0
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._pending or self._reads or self.has_requests)
+
+    def suspend(self) -> None:
+        """Start no further steps until `resume`; requests keep their tokens and their KV. Idempotent.
+
+        Steps in flight are still to be taken by `step`, while `has_work`.
+        """
+        self._suspended = True
+
+    def resume(self) -> None:
+        """Continue the requests that `suspend` stopped. Idempotent."""
+        self._suspended = False
 
     @property
     def _reads(self) -> bool:
@@ -230,7 +251,8 @@ class EngineCore:
         refusals = self._grammars.admit()
         if self._adapters is not None:
             refusals += self._adapters.update()
-        while len(self._pending) < self._depth and (plan := self._schedule()) is not None:
+        depth = 0 if self._suspended else self._depth
+        while len(self._pending) < depth and (plan := self._schedule()) is not None:
             if self._adapters is not None:
                 self._adapters.fill_slots(plan)
             if self.profiler is not None:
@@ -239,7 +261,7 @@ class EngineCore:
             if len(self._pending) == 1:
                 self._bind_masks()
         if not self._pending:
-            if self._scheduler.num_unfinished and not self._reads:
+            if self._scheduler.num_unfinished and not (self._reads or self._suspended):
                 raise RuntimeError("requests are in the engine, yet none can run and none is in flight")
             if refusals:
                 pass
@@ -253,7 +275,7 @@ class EngineCore:
         if self._pending:
             self._bind_masks()
         self._unchecked_steps += 1
-        idle = not self.has_work
+        idle = self._is_idle
         if idle or self._unchecked_steps >= CHECK_INTERVAL:
             self._check_kv_cache(idle)
         if idle and self.profiler is not None:
@@ -330,7 +352,7 @@ class EngineCore:
 
         The engine is idle: KV of running requests would enter the prefix cache later.
         """
-        assert not self.has_work, "requests end first"
+        assert self._is_idle, "requests end first"
         try:
             update()
         finally:
@@ -416,8 +438,11 @@ SLEEP_TAGS: Final = (WEIGHTS, KV_CACHE)
 SLEEP_LEVELS: Final = (1, 2)
 """1: weights are kept in host memory. 2: weights are read again from the checkpoint. Both drop the KV cache."""
 
-PAUSE_MODES: Final = ("abort", "wait")
-"""What happens to running requests: they are aborted, or finish first."""
+SLEEP_MODES: Final = ("abort", "wait")
+"""What happens to running requests before the memory is freed: they are aborted, or finish first."""
+
+PAUSE_MODES: Final = (*SLEEP_MODES, "keep")
+"""What happens to running requests in a pause: as in SLEEP_MODES, or they are suspended and continue afterwards."""
 
 ASLEEP: Final = "the engine is asleep; wake it up first (POST /wake_up, or wake_up())"
 
@@ -446,6 +471,8 @@ class Sleeper:
 
     def sleep(self, level: int) -> None:
         """Offload both parts of an idle engine. Raises SleepError and changes nothing if that fails."""
+        if self._core.has_requests:
+            raise SleepError("the engine stays awake: its requests are suspended; resume generation or abort them")
         assert not self._core.has_work, "requests end first"
         if WEIGHTS in self._asleep:
             if level != self._level:
@@ -479,9 +506,9 @@ def check_sleep(config: ModelConfig, level: int, mode: str) -> None:
     _check_enabled(config)
     if level not in SLEEP_LEVELS:
         raise RequestError("level", f"level {level} is not 1 (weights kept in host memory) or 2 (nothing kept)")
-    if mode not in PAUSE_MODES:
+    if mode not in SLEEP_MODES:
         raise RequestError(
-            "mode", f"mode {mode[:50]} is not {' or '.join(PAUSE_MODES)}: the KV of requests is not kept"
+            "mode", f"mode {mode[:50]} is not {' or '.join(SLEEP_MODES)}: the KV of requests is not kept"
         )
 
 

@@ -67,17 +67,10 @@ def resolve_model(
 
     Raises ModelError if the file does not exist, or the repository is unknown, not accessible or not reachable.
     """
-    path = local_path(model)
+    path = named_path(model)
     if path is not None:
         return path
     name, quant = split_quant(model)
-    if "://" in model:
-        raise ModelError(
-            f"{model}: models are not read from object stores; copy it to a folder first (gcloud storage cp -r, or "
-            "aws s3 cp --recursive), or mount the bucket (gcsfuse)"
-        )
-    if not is_hub_id(name):
-        raise ModelError(f"{model or 'MODEL'}: no such file or folder; {_REMEDY}")
     hub_token = True if token == STORED_TOKEN else token
     repository = _Repository(name, quant, revision, hub_token, download_dir, tuple(ignore_patterns))
 
@@ -86,6 +79,21 @@ def resolve_model(
         return replace(wanted, patterns=(*wanted.patterns, *_CODE_FILES)) if code else wanted
 
     return _resolve_on_hub(repository, plan)
+
+
+def named_path(model: str) -> Path | None:
+    """Return what `local_path` returns; None for a hub id. Raises ModelError for a name that is neither."""
+    path = local_path(model)
+    if path is not None:
+        return path
+    if "://" in model:
+        raise ModelError(
+            f"{model}: models are not read from object stores; copy it to a folder first (gcloud storage cp -r, or "
+            "aws s3 cp --recursive), or mount the bucket (gcsfuse)"
+        )
+    if not is_hub_id(split_quant(model)[0]):
+        raise ModelError(f"{model or 'MODEL'}: no such file or folder; {_REMEDY}")
+    return None
 
 
 def local_path(model: str) -> Path | None:
@@ -192,6 +200,14 @@ def _cached(repository: _Repository, why: str) -> Path:
         raise ModelError(f"{repository.name}: {why}, and of an earlier download: {error}") from None
     logger.info("%s: %s; using the earlier download %s", repository.name, why, path)
     return path
+
+
+def was_downloaded(model: str, revision: str | None, download_dir: str | None) -> bool:
+    """Return whether there is an earlier download of a hub id."""
+    try:
+        return _snapshot(_Repository(split_quant(model)[0], "", revision, None, download_dir, ())) is not None
+    except ImportError:  # Without the hub's client; resolve_model says so.
+        return False
 
 
 def _snapshot(repository: _Repository) -> Path | None:

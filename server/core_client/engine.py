@@ -56,6 +56,7 @@ from pagoda.server.core_client.ipc_messages import (
     RemoveAdapter,
     ResetDone,
     ResetPrefixCache,
+    Resume,
     Shutdown,
     Sleep,
     SleepState,
@@ -63,6 +64,8 @@ from pagoda.server.core_client.ipc_messages import (
     StartProfile,
     StepReply,
     StopProfile,
+    Suspend,
+    SuspendDone,
     TakeSnapshot,
     ToEngine,
     WakeUp,
@@ -135,6 +138,14 @@ def run_engine(
                         _step(core, send, progress)
                     progress.busy = False
                     send(_change_sleep(sleeper, command))
+                case Suspend(ticket):
+                    core.suspend()
+                    while core.has_work:
+                        _step(core, send, progress)
+                    progress.busy = False
+                    send(SuspendDone(ticket))
+                case Resume():
+                    core.resume()
                 case TakeSnapshot(ticket) if incidents is not None:
                     send(_take_snapshot(incidents, ticket))
                 case StartProfile() | StopProfile() if (profiler := core.profiler) is not None:

@@ -143,6 +143,20 @@ class WakeUp(msgspec.Struct, tag="wake", frozen=True):
     tags: tuple[str, ...]
 
 
+class Suspend(msgspec.Struct, tag="suspend", frozen=True):
+    """Start no further steps; unfinished requests keep their KV. The reply is SuspendDone, when no step runs."""
+
+    ticket: int
+
+
+class Resume(msgspec.Struct, tag="resume", frozen=True):
+    """Continue the suspended requests."""
+
+
+UNAWAITED: Final = -1
+"""The ticket of a command whose reply nobody waits for."""
+
+
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
     """Read a LoRA adapter to host memory; the reply is AdapterState."""
 
@@ -239,6 +253,12 @@ class ResetDone(msgspec.Struct, tag="reset_done", frozen=True):
     ticket: int
 
 
+class SuspendDone(msgspec.Struct, tag="suspend_done", frozen=True):
+    """Reply to Suspend."""
+
+    ticket: int
+
+
 class SleepState(msgspec.Struct, tag="sleep_state", frozen=True):
     """Reply to Sleep and WakeUp."""
 
@@ -277,12 +297,14 @@ class Heartbeat(msgspec.Struct, tag="alive", frozen=True):
     busy: bool  # A request is unfinished.
 
 
-Command: TypeAlias = ResetPrefixCache | Sleep | WakeUp | LoadAdapter | TakeSnapshot | StartProfile | StopProfile
+Command: TypeAlias = (
+    ResetPrefixCache | Sleep | WakeUp | Suspend | LoadAdapter | TakeSnapshot | StartProfile | StopProfile
+)
 """A command with a reply that has the same ticket."""
 
-Reply: TypeAlias = ResetDone | SleepState | AdapterState | SnapshotTaken | ProfileState
+Reply: TypeAlias = ResetDone | SuspendDone | SleepState | AdapterState | SnapshotTaken | ProfileState
 
-ToEngine = AddRequest | Abort | Command | RemoveAdapter | Rejoin | Shutdown
+ToEngine = AddRequest | Abort | Command | Resume | RemoveAdapter | Rejoin | Shutdown
 FromEngine = Ready | Failed | Restarting | StepReply | Refused | Reply | Heartbeat
 
 _encoder: Final = msgspec.msgpack.Encoder()

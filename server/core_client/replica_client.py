@@ -38,6 +38,7 @@ from pagoda.server.core_client.ipc_messages import (
     Restarting,
     SnapshotTaken,
     StepReply,
+    SuspendDone,
     ToEngine,
 )
 from pagoda.server.core_client.process_client import ProcessClient
@@ -332,7 +333,7 @@ def merge_replies(replies: Sequence[Reply]) -> Reply:
     """Return the replies of all replicas to a command as one: the first with an error, else with all paths."""
     last = replies[-1]
     for reply in replies:
-        if not isinstance(reply, ResetDone) and reply.error:
+        if not isinstance(reply, ResetDone | SuspendDone) and reply.error:
             return reply
     if isinstance(last, SnapshotTaken | ProfileState):
         paths = (reply.path for reply in replies if isinstance(reply, SnapshotTaken | ProfileState))

@@ -1,6 +1,6 @@
 """Request bodies: read within limits, parsed into typed fields, with errors that name the field.
 
-JSON only, not compressed. Fields that are declared unsupported are refused; unknown fields and hints are accepted
+JSON only, plain or compressed. Fields that are declared unsupported are refused; unknown fields and hints are accepted
 without effect and reported in `x-pagoda-ignored`, or refused with --strict-requests.
 """
 
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import importlib
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, cast, get_args
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
@@ -54,9 +56,10 @@ async def read_json(request: Request, config: ServerConfig) -> bytes:
     if kind != "application/json":
         raise HttpError(415, f"content-type {kind[:80]!r} is not supported; send application/json")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("", "identity"):
-        raise HttpError(415, f"content-encoding {coding[:80]!r} is not supported; send the body uncompressed")
+    decompressor = None if coding in ("", "identity") else _decompressor(coding)
     raw = await _read(request, config.max_body_bytes)
+    if decompressor is not None:
+        raw = await asyncio.to_thread(_decompressed, raw, decompressor, coding, config.max_body_bytes)
     if len(raw) > SMALL:
         await asyncio.to_thread(check_size, raw)
     return raw
@@ -75,6 +78,61 @@ async def _read(request: Request, limit: int) -> bytes:
     except ClientDisconnect:
         raise ClientDisconnectedError from None
     return bytes(raw)
+
+
+# Compressed bodies. Each library is asked for as many bytes as are allowed, so that a small body cannot fill memory.
+
+_ZSTD_WINDOW_LOG: Final = 23
+"""RFC 9659: a body needs a window of at most 8 MiB, which is memory of the decoder."""
+
+
+class _Decompressor(Protocol):
+    """zlib's and zstd's decoder of one stream."""
+
+    @property
+    def eof(self) -> bool:
+        """True once the stream has ended."""
+        ...
+
+    @property
+    def unused_data(self) -> bytes:
+        """What follows the end of the stream."""
+        ...
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        """Return the next bytes, at most `max_length`."""
+        ...
+
+
+def _decompressor(coding: str) -> Callable[[], _Decompressor]:
+    """Return what makes a decoder of one stream. Raise HttpError (415) for a coding that cannot be read."""
+    if coding in ("gzip", "x-gzip"):
+        return lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    if coding == "zstd":
+        try:
+            zstd = importlib.import_module("backports.zstd")
+        except ImportError:
+            raise HttpError(415, "content-encoding zstd needs: pip install backports.zstd; send gzip") from None
+        options = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}
+        return lambda: cast(_Decompressor, zstd.ZstdDecompressor(options=options))
+    raise HttpError(415, f"content-encoding {coding[:80]!r} is not supported; send gzip, zstd or no coding")
+
+
+def _decompressed(raw: bytes, make: Callable[[], _Decompressor], coding: str, limit: int) -> bytes:
+    """Return the bytes of all streams of a body. Raise HttpError (413) for more than `limit`, RequestError."""
+    decoded = bytearray()
+    while raw:
+        stream = make()
+        try:
+            decoded += stream.decompress(raw, limit + 1 - len(decoded))
+        except Exception as error:  # zlib and zstd have errors of their own.
+            raise RequestError("", f"the body is not valid {coding}: {str(error)[:200]}") from None
+        if len(decoded) > limit:
+            raise HttpError(413, f"the body is larger than {limit} bytes once decompressed (--max-body-bytes)")
+        if not stream.eof:
+            raise RequestError("", f"the body ends within its {coding} stream")
+        raw = stream.unused_data
+    return bytes(decoded)
 
 
 def _too_large(limit: int) -> HttpError:

@@ -625,10 +625,15 @@ def owner_of(scope: Scope) -> bytes:
     return owner
 
 
+KEY_HEADERS: Final = ("x-api-key", "api-key")
+"""Headers that have an API key, beside Authorization."""
+
+
 class ApiKeyMiddleware:
     """Requires one of the keys on every path but OPEN_PATHS, compared with the routed path.
 
-    Accepts `Authorization: Bearer KEY` and, for clients of the Messages API, `X-API-Key: KEY`.
+    Accepts `Authorization: Bearer KEY`, `X-API-Key: KEY` of clients of the Messages API, and `api-key: KEY` of clients
+    of Azure.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -657,9 +662,9 @@ class ApiKeyMiddleware:
         """Return the digest of the request's key; None without a valid one."""
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        bearer = self._match(key)
-        other = self._match(headers.get("x-api-key", ""))
-        return bearer if bearer is not None and scheme.lower() == "bearer" else other
+        bearer = key if scheme.lower() == "bearer" else ""
+        digests = [self._match(sent) for sent in (bearer, *(headers.get(name, "") for name in KEY_HEADERS))]
+        return next((digest for digest in digests if digest is not None), None)
 
     def _match(self, key: str) -> bytes | None:
         """Return the key's digest if it is valid. Compares with all keys, each in constant time."""

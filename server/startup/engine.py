@@ -73,7 +73,7 @@ from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.checkpoint import Checkpoint
-from pagoda.common.weights.hub import is_local
+from pagoda.common.weights.hub import is_local, named_path, was_downloaded
 from pagoda.common.weights.lora.peft import BaseModel
 from pagoda.common.weights.lora.weights import LoraOptions
 from pagoda.common.weights.sharded import ShardedCheckpoint
@@ -157,11 +157,22 @@ def build_engine(config: EngineConfig, usage: Usage, gather: Gather = connect_wo
 def _build(config: EngineConfig, usage: Usage, gather: Gather) -> BuiltEngine:
     phases = Phases()
     load_general_plugins(config)
+    _check_model_exists(config)
     importing = import_backend(choose_backend(config.model.backend))
     with phases("open checkpoint"):
         resolved = _resolved(config, usage)
     with gather(resolved, usage) as workers:
         return _load(importing, resolved, workers, phases)
+
+
+def _check_model_exists(config: EngineConfig) -> None:
+    """Raise ModelError for a model that does not exist, before the backend's framework is imported for it.
+
+    A model of the hub that was downloaded before is not asked for here, so that the import starts at once.
+    """
+    model = config.model.model
+    if named_path(model) is None and not was_downloaded(model, config.model.revision, config.load.download_dir):
+        open_model(config, weights=False)
 
 
 def check_engine(config: EngineConfig, usage: Usage, sources: Mapping[str, str] | None = None) -> Resolved:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from pagoda.backends.registry import choose_backend
+from pagoda.common.config import env
 from pagoda.common.observe.logs import ROOT
 from pagoda.server.vllm.tokenizer_view import HfTokenizer
 
@@ -110,6 +111,28 @@ def get_tokenizer(
     opened = open_tokenizer(EngineArgs(name, **args_of).create_engine_config())
     assert opened is not None, "the tokenizer is not switched off"
     return HfTokenizer(opened, name)
+
+
+ChatCompletionMessageParam = dict[str, Any]
+"""A message of a conversation, as JSON has it."""
+
+
+def variable(name: str) -> bool | int | float | str | None:
+    """Return the value of an environment variable as `pagoda.envs.NAME` shows it; None if it is not set.
+
+    Texts that are numbers, true or false become values. Raises AttributeError for a variable that pagoda does not know.
+    """
+    known = next((each for each in env.VARIABLES if name in each.names), None)
+    if known is None:
+        raise AttributeError(f"the environment variable {name} has no counterpart in pagoda", name=name)
+    text = known.read()
+    if text is None:
+        return None
+    try:
+        value = json.loads(text.lower())
+    except ValueError:
+        return text
+    return value if isinstance(value, bool | int | float) else text
 
 
 def print_embeddings(embeds: list[float]) -> None:

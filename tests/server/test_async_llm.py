@@ -316,6 +316,29 @@ async def test_pause_holds_requests_that_are_being_tokenised(llm: AsyncLLM, monk
     assert await answering == "bc"
 
 
+async def test_kept_requests_stand_still_and_continue(slow: AsyncLLM) -> None:
+    stream = slow.generate("abc", SamplingParams(max_tokens=20, output_kind=DELTA), "r")
+    first = await anext(stream)
+    await slow.pause_generation(mode="keep")
+    steps = slow.stats.steps
+    new = asyncio.ensure_future(text_of(slow, "new", "a", max_tokens=2))
+    await slow.reset_prefix_cache()  # The engine answers commands in order: a step would have ended before.
+    assert (slow.stats.steps, slow.num_unfinished, new.done()) == (steps, 1, False)
+    await slow.resume_generation()
+    rest = [output.outputs[0].text async for output in stream]
+    assert first.outputs[0].text + "".join(rest) == "defghijklmnopqrstabc"
+    assert await new == "bc"
+
+
+async def test_a_pause_that_waits_lets_kept_requests_finish(slow: AsyncLLM) -> None:
+    answering = asyncio.ensure_future(text_of(slow, "r", "abc", max_tokens=20))
+    await until(lambda: slow.stats.running > 0)
+    await slow.pause_generation(mode="keep")
+    await slow.pause_generation(mode="wait")
+    assert slow.num_unfinished == 0
+    assert await answering == "defghijklmnopqrstabc"
+
+
 async def test_prompt_embeds() -> None:
     llm = make(enable_prompt_embeds=True)
     rows = np.repeat(np.array([list(b"abc")]).T, WIDTH, axis=1).astype(np.float16)

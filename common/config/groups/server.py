@@ -46,7 +46,9 @@ class ServerConfig:
     port: int = option(8000, "Port to listen on; 0: any free port.")
     uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port; its mode is 0600.")
     api_key: tuple[str, ...] = option(
-        (), "API keys; if set, requests must send one of them (Authorization: Bearer KEY or X-API-Key). Repeatable."
+        (),
+        "API keys; if set, requests must send one of them (Authorization: Bearer KEY, X-API-Key or api-key). "
+        "Repeatable.",
     )
     chat_template: str | None = option(
         None,

@@ -8,10 +8,15 @@ import re
 from pathlib import Path
 from typing import Final
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from pagoda.server.http.state import server_of
+
 PAGE: Final = Path(__file__).with_name("chat_page.html")
+
+_REFERENCE: Final = re.compile(r' *<p class="facts" id="reference">.*?</p>\n', re.DOTALL)
+"""What links to /docs."""
 
 router = APIRouter(include_in_schema=False)
 
@@ -31,9 +36,10 @@ def policy(page: str) -> str:
 
 
 @router.get("/", response_model=None)
-async def chat_page() -> Response:
-    """Return the chat page."""
-    return page_response(PAGE.read_text(encoding="utf-8"))
+async def chat_page(request: Request) -> Response:
+    """Return the chat page, with a link to /docs unless --disable-fastapi-docs."""
+    page = PAGE.read_text(encoding="utf-8")
+    return page_response(_REFERENCE.sub("", page) if server_of(request).config.disable_fastapi_docs else page)
 
 
 def page_response(page: str) -> Response:

@@ -67,7 +67,7 @@ def _client_ids(engine_id: str) -> set[str]:
 async def pause(
     request: Request, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
 ) -> dict[str, str]:
-    """Pause generation: new requests wait. `mode`: abort in-flight requests, or wait for them to finish."""
+    """Pause generation: new requests wait. `mode`: abort in-flight requests, wait for them to finish, or keep them."""
     mode = "wait" if wait_for_inflight_requests else mode
     await server_of(request).llm().pause_generation(mode=mode, clear_cache=clear_cache)
     return {"status": "paused"}

@@ -2,105 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field, WithJsonSchema
 
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.server.api.chat_prompt import Conversation
+from pagoda.server.api.pooling.encoding import EmbedDType, Encoding, EncodingFormat, Endianness
 from pagoda.server.http.body import Int64, RequestBody, hint, split_path, unsupported
 from pagoda.server.http.fields import PROMPTS_SCHEMA, check_template_kwargs, is_prompts, is_token_ids
-from pagoda.server.outputs import Array, RawPoolingOutput, ScoringRequestOutput
+from pagoda.server.outputs import RawPoolingOutput, ScoringRequestOutput
 from pagoda.server.processing.inputs import Side, TextOptions
-
-# Wire encodings of vectors.
-
-EncodingFormat = Literal["float", "base64", "bytes", "bytes_only"]
-EmbedDType = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
-Endianness = Literal["native", "big", "little"]
-
-_EXPONENT_BITS: Final = {"fp8_e4m3": 4, "fp8_e5m2": 5}
-
-
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """Wire encoding of vectors. `dtype` and `endianness` apply to base64 and bytes only."""
-
-    format: EncodingFormat = "float"
-    dtype: EmbedDType = "float32"
-    endianness: Endianness = "native"
-
-    @property
-    def is_binary(self) -> bool:
-        """Whether the response body is bytes, not JSON."""
-        return self.format in ("bytes", "bytes_only")
-
-    def in_json(self, vector: Array) -> Any:
-        """Return a vector or matrix as (nested) lists of numbers or as base64."""
-        if self.format == "float":
-            return vector.tolist()
-        return base64.b64encode(self.in_bytes(vector)).decode()
-
-    def in_bytes(self, vector: Array) -> bytes:
-        """Return the elements of a vector or matrix in row-major order."""
-        order = sys.byteorder if self.endianness == "native" else self.endianness
-        numbers = _converted(vector, self.dtype)
-        return numbers.astype(numbers.dtype.newbyteorder("<" if order == "little" else ">")).tobytes()
-
-
-def _converted(vector: Array, dtype: EmbedDType) -> npt.NDArray[Any]:
-    """Convert to `dtype`, or to unsigned integers of its bits if numpy lacks it. Rounds half to even."""
-    match dtype:
-        case "float32":
-            return vector
-        case "float16":
-            with np.errstate(over="ignore"):
-                return vector.astype(np.float16)
-        case "bfloat16":
-            bits = np.ascontiguousarray(vector).view(np.uint32)
-            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-            return np.where(np.isnan(vector), 0x7FC0, rounded).astype(np.uint16)
-        case _:
-            return _fp8_bits(vector, _EXPONENT_BITS[dtype])
-
-
-def _fp8_bits(vector: Array, exponent_bits: int) -> npt.NDArray[np.uint8]:
-    values = _fp8_values(exponent_bits)
-    size = np.abs(vector)
-    midpoints = (values[1:] + values[:-1]) / 2
-    code = np.searchsorted(midpoints, size, side="left")
-    tie = (code < len(midpoints)) & (midpoints[np.minimum(code, len(midpoints) - 1)] == size)
-    code = np.where(tie & (code % 2 == 1), code + 1, code)
-    code = np.where(np.isnan(size), 0x7F, code)
-    return (code | np.where(np.signbit(vector), 0x80, 0)).astype(np.uint8)
-
-
-@cache
-def _fp8_values(exponent_bits: int) -> Array:
-    """Return the values of the non-negative codes in order.
-
-    E5M2 ends with infinity, represented by the smallest number that overflows. E4M3 has no infinity and saturates.
-    """
-    fraction_bits = 7 - exponent_bits
-    bias = 2 ** (exponent_bits - 1) - 1
-    last = 0x7C if exponent_bits == 5 else 0x7E
-    values = []
-    for code in range(last + 1):
-        exponent = code >> fraction_bits
-        fraction = (code & (2**fraction_bits - 1)) / 2**fraction_bits
-        values.append((1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias))
-    return np.array(values, np.float32)
-
 
 # Request bodies.
 

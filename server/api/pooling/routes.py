@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from pagoda.common.errors import RequestError
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.server.api.chat_prompt import in_conversation, render
+from pagoda.server.api.pooling.encoding import Encoding
 from pagoda.server.api.pooling.fields import (
     ChatT,
     ClassificationChatRequest,
@@ -21,7 +22,6 @@ from pagoda.server.api.pooling.fields import (
     ConversationFields,
     EmbeddingChatRequest,
     EmbeddingCompletionRequest,
-    Encoding,
     InputFields,
     PoolingChatRequest,
     PoolingCompletionRequest,

@@ -28,6 +28,7 @@ from pagoda.server.cli.capacity.planned_load import parse_target, parse_workload
 from pagoda.server.cli.capacity.simulate import simulated_config
 from pagoda.server.cli.capacity.trace_file import timed_request
 from pagoda.server.settings.flags import resolve_settings
+from pagoda.server.settings.resolve import open_model
 from pagoda.server.startup.engine import build_simulation, simulation_options
 
 SETTINGS: Final = COMMAND_SETTINGS["plan"]
@@ -104,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
     config = simulated_config(settings)  # This raises what is wrong whatever the hardware.
     if config.extension.speculative is not None and config.simulation.acceptance_rate is None:
         raise ConfigError("--acceptance-rate", "required with --speculative-config: how often drafts are right, as 0.7")
+    open_model(config, weights=False)  # A model that cannot be read is one error, not one of each accelerator.
     planner = load_planner()
     names = _hardware(settings.values["hardware"], planner)
     target = ServiceTarget(parse_target(plan.slo), plan.slo_percentile)
@@ -284,9 +286,12 @@ def table(rows: Sequence[Row], plan: PlanConfig, target: ServiceTarget, load: Pl
         widths = [max(map(len, column)) for column in zip(*cells)]
         for line in cells:
             yield "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+    causes: dict[str, list[str]] = {}
     for row in rows:
         if row.why:
-            yield f"{row.hardware} x {row.tensor_parallel}: {row.why}"
+            causes.setdefault(row.why, []).append(f"{row.hardware} x {row.tensor_parallel}")
+    for why, configurations in causes.items():
+        yield f"{', '.join(configurations)}: {why}"
 
 
 def _headings(plan: PlanConfig, percentile: str, *, timed: bool) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from pagoda.common.config.settings import ENGINE_SETTINGS, SERVER_SETTINGS, Reso
 from pagoda.common.config.tpu_host import tpu_chips, watch_maintenance
 from pagoda.common.errors import ConfigError
 from pagoda.common.observe.logs import configure
+from pagoda.common.weights.hub import named_path
 from pagoda.server.cli.serving import api_servers
 from pagoda.server.cli.serving.api_servers import WatchSignals
 from pagoda.server.cli.serving.signals import (
@@ -157,6 +158,7 @@ def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig,
     settings = resolve_settings(args, ENGINE_SETTINGS, SERVER_SETTINGS)
     configure(build(LoggingConfig, settings.values), also=("uvicorn",))
     engine_config, config = _configured(settings)
+    named_path(engine_config.model.model)
     check_machine(engine_config)  # This precedes the download of a model that this machine cannot run.
     return settings, engine_config, config
 

@@ -77,10 +77,18 @@ def test_the_variable_enables_the_profiler(monkeypatch: pytest.MonkeyPatch) -> N
     assert (config.torch_profiler_dir, config.max_iterations) == ("/of/variable", 3)
 
 
+OPEN: dict[str, Any] = {"prefix": None, "delay_iterations": None, "max_iterations": None}
+
+
 def test_what_a_start_leaves_open_is_as_configured() -> None:
     config = profiler_of(TORCH | {"delay_iterations": 4, "max_iterations": 5})
-    assert check_profile(config, None, None, None) == ProfileRequest("", 4, 5)
-    assert check_profile(config, "run-1", 0, 2) == ProfileRequest("run-1", 0, 2)
+    assert check_profile(config, **OPEN) == ProfileRequest("", 4, 5)
+    start = {"prefix": "run-1", "delay_iterations": 0, "max_iterations": 2}
+    assert check_profile(config, **start) == ProfileRequest("run-1", 0, 2)
+    assert check_profile(config, **OPEN, profiler_kwargs={"delay_iterations": 1}) == ProfileRequest("", 1, 5)
+    assert check_profile(config, **start, profiler_kwargs={"max_iterations": 9}).max_iterations == 2
+    with pytest.raises(RequestError, match=r"'profiler' cannot be set for one profile; use delay_iterations or"):
+        check_profile(config, **OPEN, profiler_kwargs={"profiler": "cuda"})
 
 
 @pytest.mark.parametrize(
@@ -97,10 +105,10 @@ def test_what_a_start_leaves_open_is_as_configured() -> None:
 )
 def test_invalid_arguments_of_a_start_are_named(arguments: tuple[Any, Any, Any], field: str) -> None:
     with pytest.raises(RequestError, match=field) as error:
-        check_profile(profiler_of(TORCH), *arguments)
+        check_profile(profiler_of(TORCH), **dict(zip(OPEN, arguments, strict=True)))
     assert error.value.field == field
 
 
 def test_no_start_without_the_flag() -> None:
     with pytest.raises(ConfigError, match="--profiler-config: the profiler is off; set it"):
-        check_profile(None, None, None, None)
+        check_profile(None, **OPEN)

@@ -146,6 +146,31 @@ def test_weights_are_updated_in_an_idle_engine_only(ahead):
     assert backend.weights == "read 0"
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_suspended_requests_stand_still_and_continue_with_their_kv(ahead):
+    backend = FakeBackend(full_layout())
+    engine = core(backend, async_scheduling=ahead)
+    engine.add_request(request("a", [1, 2, 3]))
+    engine.add_request(request("b", [1, 2, 3], 40))
+    before = [output for output in engine.step().outputs if output.request_id == "a"]
+    engine.suspend()
+    before += drain(engine).get("a", [])
+    steps = len(backend.plans)
+    engine.abort(["b"])
+    engine.add_request(request("c", [9], 2))
+    assert (engine.has_work, engine.has_requests) == (False, True)
+    assert engine.step().outputs == []
+    with pytest.raises(AssertionError, match="requests end first"):
+        engine.update_weights(lambda: backend.update_weights([]))
+    assert len(backend.plans) == steps
+    assert engine.stats.kv_blocks_used > 0
+    engine.resume()
+    after = drain(engine)
+    assert new_tokens(before + after["a"]) == list(range(4, 12))
+    assert new_tokens(after["c"]) == [10, 11]
+    assert "b" not in after
+
+
 def test_an_error_of_the_device_reaches_the_caller():
     engine = core(FakeBackend(full_layout(), fail_at=2))
     engine.add_request(request("a", [1, 2, 3]))

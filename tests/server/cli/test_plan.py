@@ -54,6 +54,20 @@ def test_tpu_inference_llama_8b_on_a_v6e(tmp_path: Path) -> None:
     assert row["requests_per_second_per_replica"] == pytest.approx(14.64, rel=0.25)
 
 
+def test_a_cause_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "/there/is/none"]) == 1
+    assert capsys.readouterr() == (
+        "",
+        "pagoda: error: /there/is/none: no such file or folder; give a local folder, a "
+        ".gguf file or a hub id such as org/name\n",
+    )
+    rows = plan(tmp_path, QWEN, "--hardware", "h100,h200", "--quantization", "gptq", status=1)
+    shown = capsys.readouterr().out
+    (why,) = {row["why_not"] for row in rows}
+    assert shown.count(why) == 1
+    assert f"h100 x 8, h200 x 8: {why}" in shown
+
+
 # Targets.
 
 

@@ -39,6 +39,8 @@ INFO = ipc_messages.EngineInfo(
         ipc_messages.AddRequest(REQUEST, (("b", 5), ("c", 6))),
         ipc_messages.Abort(["a"]),
         ipc_messages.ResetPrefixCache(3),
+        ipc_messages.Suspend(3),
+        ipc_messages.Resume(),
         ipc_messages.Shutdown(),
     ],
 )
@@ -53,6 +55,7 @@ def test_commands_round_trip(message: ipc_messages.ToEngine) -> None:
         ipc_messages.Failed("ModelError", "no", ""),
         ipc_messages.Refused("r", "prompt", "no"),
         ipc_messages.ResetDone(3),
+        ipc_messages.SuspendDone(3),
         ipc_messages.Heartbeat(4, True),
         ipc_messages.StepReply(
             StepOutputs(

@@ -35,6 +35,7 @@ from pagoda.server.core_client.ipc_messages import (
     NO_OTHERS,
     Abort,
     AddRequest,
+    Command,
     EngineInfo,
     Failed,
     FromEngine,
@@ -42,12 +43,15 @@ from pagoda.server.core_client.ipc_messages import (
     Ready,
     Refused,
     RemoveAdapter,
+    Reply,
     ResetDone,
     ResetPrefixCache,
     Restarting,
     SleepState,
     SnapshotTaken,
     StepReply,
+    Suspend,
+    SuspendDone,
     TakeSnapshot,
     ToEngine,
     WakeUp,
@@ -252,13 +256,16 @@ def test_statistics_are_those_of_all_replicas(fakes: Fakes) -> None:
     assert [each.replica for each in reply.outputs.outputs] == [1, 0], "only first outputs say where they run"
 
 
-def test_a_command_is_answered_once_by_all(fakes: Fakes) -> None:
-    fakes.client.send(ResetPrefixCache(4))
-    assert [each.sent for each in fakes.engines] == [[ResetPrefixCache(4)]] * 2
-    fakes.engines[1].tell(ResetDone(4))
+@pytest.mark.parametrize(
+    ("command", "reply"), [(ResetPrefixCache(4), ResetDone(4)), (Suspend(4), SuspendDone(4))], ids=["reset", "suspend"]
+)
+def test_a_command_is_answered_once_by_all(fakes: Fakes, command: Command, reply: Reply) -> None:
+    fakes.client.send(command)
+    assert [each.sent for each in fakes.engines] == [[command]] * 2
+    fakes.engines[1].tell(reply)
     assert fakes.told == []
-    fakes.engines[0].tell(ResetDone(4))
-    assert fakes.told == [ResetDone(4)]
+    fakes.engines[0].tell(reply)
+    assert fakes.told == [reply]
     fakes.client.send(RemoveAdapter(3))
     assert all(each.sent[-1] == RemoveAdapter(3) for each in fakes.engines)
 

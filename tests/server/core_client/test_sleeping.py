@@ -75,6 +75,20 @@ async def test_sleep_aborts_or_waits_for_running_requests() -> None:
     llm.shutdown()
 
 
+async def test_an_engine_with_kept_requests_does_not_sleep() -> None:
+    llm = make("fake:slow")
+    running = asyncio.ensure_future(answer(llm, "a", max_tokens=20))
+    while not llm.stats.running and not running.done():
+        await asyncio.sleep(0)
+    await llm.pause_generation(mode="keep")
+    with pytest.raises(SleepError, match="resume generation or abort"):
+        await llm.sleep(1, mode="wait")
+    assert not await llm.is_sleeping()
+    await llm.resume_generation()
+    assert len((await running).outputs[0].token_ids) == 20
+    llm.shutdown()
+
+
 async def test_failed_wake_up_raises_and_leaves_the_engine_alive() -> None:
     config = AsyncEngineArgs("fake", **SLEEPY).create_engine_config()
     engines: list[Any] = []

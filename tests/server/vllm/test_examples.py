@@ -496,6 +496,21 @@ def pause_resume(world: World) -> None:
     with_async_engine(world, pause)
 
 
+@example("features/pause_resume/pause_resume_offline.py")
+def pause_keep(world: World) -> None:
+    async def pause(engine: AsyncLLM) -> None:
+        params = SamplingParams(max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        tokens: list[int] = []
+        async for output in engine.generate(PROMPTS[0], params, "r"):
+            if not tokens:
+                await engine.pause_generation(mode="keep")
+                await engine.resume_generation()
+            tokens += output.outputs[0].token_ids
+        assert len(tokens) == 12
+
+    with_async_engine(world, pause)
+
+
 @example("offline_inference/async_engine.py (AsyncLLMEngine)")
 def async_engine(world: World) -> None:
     assert AsyncLLMEngine is AsyncLLM
@@ -779,10 +794,6 @@ REFUSED: dict[str, tuple[Callable[[World], Any], str]] = {
     "offline_inference/mistral-small.py": (
         lambda w: w.llm.generate({"prompt": "<image>", "multi_modal_data": {"image": object()}}),
         "multi_modal_data",
-    ),
-    "features/pause_resume/pause_resume_offline.py": (
-        lambda w: with_async_engine(w, lambda engine: engine.pause_generation(mode="keep")),
-        "requests cannot be suspended",
     ),
     "features/sharded_state/save_sharded_state_offline.py": (
         lambda w: import_module("pagoda.model_executor.model_loader"),

@@ -127,14 +127,30 @@ class ProfileRequest:
 
 
 def check_profile(
-    config: ProfilerConfig | None, prefix: str | None, delay_iterations: int | None, max_iterations: int | None
+    config: ProfilerConfig | None,
+    *,
+    prefix: str | None,
+    delay_iterations: int | None,
+    max_iterations: int | None,
+    profiler_kwargs: Mapping[str, Any] | None = None,
 ) -> ProfileRequest:
     """Return a profile to start; what is None is as configured.
 
-    Raises ConfigError without --profiler-config, RequestError naming an invalid parameter.
+    `profiler_kwargs`: the numbers of iterations that are None. Raises ConfigError without --profiler-config,
+    RequestError naming an invalid parameter.
     """
     if config is None:
         raise ConfigError(FLAG, PROFILER_OFF)
+    given = dict(profiler_kwargs or {})
+    for key in given:
+        if key not in _COUNTS:
+            raise RequestError(
+                "profiler_kwargs",
+                f"profiler_kwargs: {str(key)[:50]!r} cannot be set for one profile; use {' or '.join(_COUNTS)}, or set "
+                f"it in {FLAG}",
+            )
+    delay_iterations = given.get("delay_iterations") if delay_iterations is None else delay_iterations
+    max_iterations = given.get("max_iterations") if max_iterations is None else max_iterations
     if prefix and not _PREFIX.fullmatch(prefix):
         raise RequestError(
             "profile_prefix",

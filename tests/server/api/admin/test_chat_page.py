@@ -45,6 +45,15 @@ def test_the_page_can_be_disabled() -> None:
     assert headers["x-content-type-options"] == "nosniff"
 
 
+def test_the_page_links_only_a_reference_that_is_there() -> None:
+    with live_server(disable_fastapi_docs=True) as server:
+        page = server.get("/")[1].decode()
+    assert 'id="docs"' in HTML
+    assert 'id="docs"' not in page
+    assert len(HTML) - len(page) < 300
+    assert policy(page) == policy(HTML)
+
+
 def test_the_page_needs_no_api_key() -> None:
     with live_server(api_key=("secret",)) as server:
         assert server.get("/")[0] == 200
@@ -91,6 +100,24 @@ def test_an_answer_streams_and_is_timed(browser: Page) -> None:
         assert browser.text(".assistant .text")
         assert browser.text("h2") == "You|fake"
         assert browser.log() == []
+
+
+@in_browser
+def test_an_empty_conversation_shows_the_model_and_examples(browser: Page) -> None:
+    with live_server() as server:
+        browser.open(server.url + "/")
+        browser.until(lambda: browser.text("#served") == "fake")
+        assert browser.text("#start button").count("|") == 2, "three examples"
+        assert browser.run("return document.querySelector('#docs').href") == server.url + "/docs"
+        browser.click("#start button")
+        browser.until(lambda: "first token after" in browser.text(".facts"))
+        assert browser.text("#start") == ""
+        assert browser.text(".user .text").startswith("Why is the sky blue?")
+        browser.click("#new")
+        assert browser.text("#served") == "fake"
+        browser.click("#start button:last-child")
+        assert browser.run("return document.querySelector('#message').value").endswith(": "), "it is to be completed"
+        assert browser.text("article") == ""
 
 
 @in_browser

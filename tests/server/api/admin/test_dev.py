@@ -62,7 +62,18 @@ def test_in_flight_requests_are_aborted_or_finished(slow: LiveServer, mode: str,
     assert slow.llm.num_unfinished == 0
     ended(thread)
     assert responses[0][1]["choices"][0]["finish_reason"] == reason
-    assert slow.post("/pause?mode=keep", None)[1]["error"]["param"] == "mode"
+    assert slow.post("/pause?mode=freeze", None)[1]["error"]["param"] == "mode"
+
+
+def test_in_flight_requests_are_kept(slow: LiveServer) -> None:
+    thread, responses = answer_in_thread(slow, TEXT | {"max_tokens": 20})
+    while not slow.llm.num_unfinished:
+        pass
+    assert slow.post("/pause?mode=keep", None)[0] == 200
+    assert (slow.llm.num_unfinished, responses, slow.get("/health")[0]) == (1, [], 200)
+    assert slow.post("/resume", None)[0] == 200
+    ended(thread)
+    assert responses[0][1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_disconnect_while_paused_frees_the_request(slow: LiveServer) -> None:

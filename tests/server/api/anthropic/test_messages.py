@@ -198,7 +198,9 @@ def test_keys() -> None:
                 assert (status, answer["type"], answer["error"]["type"]) == (401, "error", "authentication_error")
         for headers in ({"x-api-key": "k", "anthropic-version": "2023-06-01"}, {"authorization": "Bearer k"}):
             assert server.request("POST", "/v1/messages", ASK, headers)[0] == 200
-        assert server.request("GET", "/v1/models", None, {"x-api-key": "k"})[0] == 200
+        for headers in ({"x-api-key": "k"}, {"api-key": "k"}, {"api-key": "k", "authorization": "Bearer no"}):
+            assert server.request("GET", "/v1/models", None, headers)[0] == 200
+        assert server.request("GET", "/v1/models", None, {"api-key": "no"})[0] == 401
         status, answer = server.request("POST", "/v1/completions", {}, {"x-api-key": "no"})
         assert (status, answer["error"]["type"]) == (401, "invalid_request_error")
         client = anthropic.Anthropic(base_url=server.url, api_key="no", max_retries=0)

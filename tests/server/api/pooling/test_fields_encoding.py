@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from support.suite.rows import each_row
 
-from pagoda.server.api.pooling.fields import EmbedDType, Encoding
+from pagoda.server.api.pooling.encoding import EmbedDType, Encoding
 
 TYPES: dict[EmbedDType, torch.dtype] = {
     "float32": torch.float32,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from typing import Any
 
 import pytest
@@ -67,10 +69,70 @@ def test_a_body_of_too_many_values_is_refused(raw: bytes, what: str) -> None:
         assert (status, answer["error"]["param"]) == (400, "user")
 
 
-def test_a_compressed_body_is_refused() -> None:
+BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+
+
+def zstd_of(text: bytes) -> bytes:
+    return pytest.importorskip("backports.zstd").compress(text)
+
+
+def test_compressed_bodies_are_read() -> None:
+    two_streams = gzip.compress(BODY[:9]) + gzip.compress(BODY[9:])
     with live_server() as server:
-        for coding, status in (("gzip", 415), ("GZIP, identity", 415), ("identity", 200), ("Identity", 200)):
+        for coding, raw, status in (
+            ("gzip", gzip.compress(BODY), 200),
+            ("X-GZIP", two_streams, 200),
+            ("identity", BODY, 200),
+            ("Identity", BODY, 200),
+            ("br", BODY, 415),
+            ("gzip, gzip", gzip.compress(gzip.compress(BODY)), 415),
+            ("gzip", BODY, 400),
+            ("gzip", gzip.compress(BODY)[:-9], 400),
+            ("gzip", gzip.compress(BODY) + b"more", 400),
+        ):
+            received, answer = server.request("POST", "/v1/completions", raw, {"content-encoding": coding})
+            assert received == status, (coding, answer)
+            assert status == 200 or "gzip" in answer["error"]["message"]
+
+
+def test_a_compressed_body_is_bounded_once_decompressed() -> None:
+    with live_server(max_body_bytes=10_000) as server:
+        for text, status in ((BODY + b" " * (10_000 - len(BODY)), 200), (b" " * 10_001, 413), (b" " * 5_000_000, 413)):
             received, answer = server.request(
-                "POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}, {"content-encoding": coding}
+                "POST", "/v1/completions", gzip.compress(text), {"content-encoding": "gzip"}
             )
+            assert received == status, answer
+            assert status == 200 or "larger than 10000 bytes" in answer["error"]["message"]
+
+
+def test_a_decoder_is_never_asked_for_more_than_the_limit() -> None:
+    asked: list[int] = []
+
+    class Decoder:
+        def __init__(self) -> None:
+            self._decoder = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._decoder, name)
+
+        def decompress(self, data: bytes, max_length: int) -> bytes:
+            asked.append(max_length)
+            return self._decoder.decompress(data, max_length)
+
+    raw = gzip.compress(b"a" * 60) + gzip.compress(b"b" * 10_000_000)
+    with pytest.raises(HttpError, match="larger than 100 bytes"):
+        body._decompressed(raw, Decoder, "gzip", 100)
+    assert asked == [101, 41]
+
+
+def test_zstd_bodies() -> None:
+    with live_server(max_body_bytes=10_000) as server:
+        for raw, status in (
+            (zstd_of(BODY), 200),
+            (zstd_of(BODY[:9]) + zstd_of(BODY[9:]), 200),
+            (zstd_of(b" " * 20_000_000), 413),
+            (zstd_of(BODY)[:-3], 400),
+            (BODY, 400),
+        ):
+            received, answer = server.request("POST", "/v1/completions", raw, {"content-encoding": "zstd"})
             assert received == status, answer
