@@ -140,7 +140,7 @@ def server(folder: Path, tokenizer: str, *flags: str) -> Iterator[int]:
     port = free_port()
     command = [sys.executable, "-m", "pagoda.server.cli.main", "serve", str(folder), "--load-format", "dummy"]
     command += ["--tokenizer", tokenizer, "--chat-template", TEMPLATE, "--max-model-len", "8192", "--port", str(port)]
-    command += ["--block-size", "16", "--reasoning-parser", "none", *flags]
+    command += ["--block-size", "16", "--reasoning-parser", "none", "--enable-prompt-tokens-details", *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while not _is_ready(port):
