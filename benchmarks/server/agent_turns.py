@@ -175,8 +175,8 @@ def measure(name: str, tokenizer: str, rounds: int) -> Iterator[dict[str, Any]]:
             server(folder, tokenizer, "--no-enable-prefix-caching") as uncached,
         ):
             for kind, run in kinds.items():
-                run(cached, random.Random(-1))  # warm
-                run(uncached, random.Random(-1))
+                run(cached, random.Random(rounds))  # warm
+                run(uncached, random.Random(rounds))
                 pairs = [(run(cached, random.Random(n)), run(uncached, random.Random(n))) for n in range(rounds)]
                 last = pairs[-1][0]
                 times = [[turn for pair in pairs for turn in pair[side].first_token[1:]] for side in (0, 1)]
