@@ -22,7 +22,6 @@ from pagoda.common.engine.sampling.processors import USUAL, SamplerOptions
 from pagoda.common.engine.steps.contract import ShardResults, StepPlan, StepResult, TokenMasks
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.drafters import DrafterSpec
-from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.transformers_spec import AnySpec
 from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions
@@ -131,7 +130,7 @@ class BackendOptions:
                 raise ConfigError("--batch-invariant", reason)
 
     def _check_drafts(self) -> None:
-        if any(isinstance(group.spec, StateCache) for group in self.layout.groups):
+        if self.layout.has_states:
             raise ConfigError(
                 "--speculative-config", "a model with recurrent state cannot take rejected drafts back; drop it"
             )

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
+from pagoda.common.config.groups.cache import StateSnapshots
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, layout_of
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.steps.contract import (
@@ -60,10 +61,14 @@ def hybrid_layout(block_size: int = 4, window: int = 6) -> KvLayout:
     return KvLayout((KvGroup(FullCache(1, 8), (0,)), KvGroup(WindowCache(1, 8, window), (1,))), block_size)
 
 
-def state_layout(block_size: int = 4, snapshot_tokens: int = 8) -> KvLayout:
+def snapshots_every(tokens: int) -> StateSnapshots:
+    """Recurrent state is kept after so many tokens and their multiples."""
+    return StateSnapshots(mode="all", unit=tokens)
+
+
+def state_layout(block_size: int = 4) -> KvLayout:
     """Recurrent state, and a full cache."""
-    groups = KvGroup(StateCache(64), (0,)), KvGroup(FullCache(1, 8), (1,), pool=1)
-    return KvLayout(groups, block_size, snapshot_tokens)
+    return KvLayout((KvGroup(StateCache(64), (0,)), KvGroup(FullCache(1, 8), (1,), pool=1)), block_size)
 
 
 def pools_layout(block_size: int = 4) -> KvLayout:
@@ -72,7 +77,7 @@ def pools_layout(block_size: int = 4) -> KvLayout:
     return layout_of(kinds, block_size)
 
 
-def mixed_layout(block_size: int = 4, snapshot_tokens: int = 4) -> KvLayout:
+def mixed_layout(block_size: int = 4) -> KvLayout:
     """Every kind of cache; two groups share a pool of states, and two a pool of K and V."""
     kinds = {
         WindowCache(1, 8, 6): [0, 1],
@@ -84,7 +89,7 @@ def mixed_layout(block_size: int = 4, snapshot_tokens: int = 4) -> KvLayout:
     }
     layout = layout_of(kinds, block_size)
     second = KvGroup(StateCache(64), (7,), pool=1)
-    return KvLayout((*layout.groups, second), block_size, snapshot_tokens)
+    return KvLayout((*layout.groups, second), block_size)
 
 
 def blocks_of(layout: KvLayout, number: int) -> tuple[int, ...]:

@@ -161,9 +161,18 @@ def _plan(options: BackendOptions, load: PlannedLoad, target: ServiceTarget, rou
     memory = create(options).plan_memory()
     engine = simulated_engine(options, memory, load, target)
     if not load.arrivals:
-        return EnginePlan(options.limits, memory, None, engine.serve(1.0))
+        return EnginePlan(
+            limits=options.limits, layout=options.layout, memory=memory, rate=None, measures=engine.serve(1.0)
+        )
     rate, measures = _highest_rate(engine.serve, target, rounds)
-    return EnginePlan(options.limits, memory, rate, measures, () if rate else target.missed(measures))
+    return EnginePlan(
+        limits=options.limits,
+        layout=options.layout,
+        memory=memory,
+        rate=rate,
+        measures=measures,
+        missed=() if rate else target.missed(measures),
+    )
 
 
 def simulated_engine(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import platform as system
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from pagoda.common.config.engine import EngineConfig, Limits
+from pagoda.common.config.groups.cache import StateSnapshots
 from pagoda.common.config.memory import total_bytes
 from pagoda.common.config.tpu_host import PCI, tpu_chips
 from pagoda.common.errors import ConfigError
@@ -120,6 +121,7 @@ class ModelLimits:
     prefix_caching: bool = True
     default_seqs: int | None = None  # Default number of sequences at a time, if fewer than the platform's.
     pools: bool = False  # Prompts are processed whole and without a KV cache, one over the budget in its own step.
+    has_states: bool = False  # A layer has recurrent state.
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,8 @@ def resolve_limits(
     else:
         chunked = _feature(_CHUNKED_PREFILL, scheduler.enable_chunked_prefill, model.chunked_prefill, platform)
         caching = _feature(_PREFIX_CACHING, cache.enable_prefix_caching, model.prefix_caching, platform)
+        if model.has_states and cache.mamba_cache_mode == "none":
+            caching = ResolvedRow(_PREFIX_CACHING, False, "model", "--mamba-cache-mode none keeps no recurrent state")
     may_exceed_budget = chunked.value or model.pools
     defaults = batch_defaults(platform, usage)
     if platform.kind == "tpu" and config.model.batch_invariant:
@@ -179,6 +183,7 @@ def resolve_limits(
     seqs, seqs_reason = _seqs(config, defaults, tokens)
     _check_budget(tokens, seqs, max_len, may_exceed_budget)
     block_size, block_reason = _block_size(config, block_size, platform, max_len, seqs)
+    snapshots = cache.snapshots(block_size)
     use = f"for {_USES[usage]} on {_describe(platform)}"
     rows = (
         ResolvedRow("max_model_len", max_len, "model", model.max_len_source + ("" if model.pools else _IF_CACHED)),
@@ -187,6 +192,7 @@ def resolve_limits(
         ResolvedRow("block_size", block_size, "platform default", block_reason),
         chunked,
         caching,
+        *_snapshot_rows(snapshots, model),
     )
     speculative = config.extension.speculative
     limits = Limits(
@@ -202,6 +208,7 @@ def resolve_limits(
         max_drafts=0 if speculative is None else speculative.num_speculative_tokens or 0,
         max_draft_len=None if speculative is None else speculative.max_model_len,
         max_loras=config.lora.slots,
+        snapshots=snapshots,
     )
     if limits.max_drafts:
         limits.check()
@@ -242,6 +249,13 @@ def _feature(name: str, configured: bool | None, supported: bool, platform: Plat
     if configured is None:
         return ResolvedRow(name, supported, "model", "supported" if supported else "not supported by the model")
     return ResolvedRow(name, configured, "")
+
+
+def _snapshot_rows(snapshots: StateSnapshots, model: ModelLimits) -> Iterator[ResolvedRow]:
+    """Yield the rows of --mamba-cache-mode and --mamba-block-size, for a model with recurrent state."""
+    if model.has_states and not model.pools:
+        yield ResolvedRow("mamba_cache_mode", snapshots.mode, "model", "the model has recurrent state")
+        yield ResolvedRow("mamba_block_size", snapshots.unit, "platform default", "the block size")
 
 
 def _tokens(config: EngineConfig, defaults: BatchDefaults, max_len: int, may_exceed_budget: bool) -> tuple[int, str]:

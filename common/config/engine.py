@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pagoda.common.config.fields import comma_separated, json_object, option
 from pagoda.common.config.groups.attention import AttentionConfig
-from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.groups.cache import CacheConfig, StateSnapshots
 from pagoda.common.config.groups.compilation import CompilationConfig
 from pagoda.common.config.groups.model import LoadConfig, LoRAConfig, ModelConfig, MultiModalConfig
 from pagoda.common.config.groups.nested.profiler import ProfilerConfig, profiler_of
@@ -139,6 +139,7 @@ class Limits:
     device_drafts: bool = False  # A drafter model on the device guesses the drafts.
     max_draft_len: int | None = None  # A sequence of this length has no more drafts; None: max_model_len.
     max_loras: int = 0  # Number of LoRA adapters that the sequences of a step may use; 0: none.
+    snapshots: StateSnapshots = StateSnapshots()  # Where recurrent state is kept for the prefix cache.
 
     @property
     def max_decode_tokens(self) -> int:

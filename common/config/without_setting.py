@@ -11,7 +11,7 @@ _ONE_SERVER: Final = "one server drives all --data-parallel-size replicas; drop 
 _NO_EXPERT_PARALLELISM: Final = "expert parallelism is not in this version; drop it"
 _NO_CONTEXT_PARALLELISM: Final = "context parallelism is not in this version; drop it"
 _KERNELS: Final = "each backend chooses its kernels itself, except for --attention-backend; drop it"
-_STATE_CACHE: Final = "the cache of recurrent state has one layout, and snapshots for prefix caching; drop it"
+_STATE_CACHE: Final = "recurrent state is cached in one format, where --mamba-cache-mode says; drop it"
 _OFFLOAD: Final = "weights are offloaded by --cpu-offload-gb alone; use it, or drop this"
 _SCHEDULING: Final = "the scheduler has no such limit; see --max-num-seqs and --max-num-batched-tokens"
 _HTTP_ONLY: Final = "requests come by HTTP only; drop it"
@@ -57,9 +57,8 @@ FLAGS_WITHOUT_SETTING: Final[Mapping[str, str]] = {
     ),
     **dict.fromkeys(
         (
-            *("enable_mamba_cache_stochastic_rounding", "mamba_cache_philox_rounds", "mamba_cache_mode"),
+            *("enable_mamba_cache_stochastic_rounding", "mamba_cache_philox_rounds", "mamba_config"),
             *("enable_mamba_shared_prefix_checkpoint", "replayssm_buffer_len", "use_replayssm", "engram_config"),
-            "mamba_config",
         ),
         _STATE_CACHE,
     ),
@@ -107,7 +106,7 @@ FLAGS_WITHOUT_SETTING: Final[Mapping[str, str]] = {
         "programs compiled while serving are counted in pagoda:recompiles_total; drop it",
     ),
     **dict.fromkeys(
-        ("prefix_cache_retention_interval", "prefix_match_unit", "swa_bounded_replay"),
+        ("prefix_match_unit", "swa_bounded_replay"),
         "cached prefixes match by block, and leave in order of their last use; drop it",
     ),
     **dict.fromkeys(("fingerprint_mode", "fingerprint_value"), "answers have no system_fingerprint; drop it"),

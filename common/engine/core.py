@@ -424,6 +424,7 @@ def make_kv_manager(backend: Backend, layout: KvLayout, limits: Limits, num_bloc
         max_model_len=limits.max_model_len,
         max_step_tokens=limits.max_step_tokens,
         prefix_caching=limits.prefix_caching,
+        snapshots=limits.snapshots,
         prefers_extents=backend.capabilities.prefers_extents,
     )
 

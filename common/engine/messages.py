@@ -37,6 +37,7 @@ class EngineRequest:
     arrival: float = 0.0  # seconds of any monotonic clock; breaks ties of priority
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool = False
+    stable_tokens: int | None = None  # prompt tokens that the conversation's next request repeats; None: all
     grammar: Grammar | None = None  # constrains the output, after the `thinking` if any
     thinking: Thinking | None = None
     pooling: PoolingRules | None = None  # pool the prompt; fields about generation are ignored
@@ -145,6 +146,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defa
     kv_blocks_total: int = 0  # blocks of the fullest pool without the null block
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0  # tokens served from the cache
+    prefix_without_state: int = 0  # tokens whose K and V were cached, computed again for want of recurrent state
     preemptions: int = 0
     recompiles: int = 0  # programs compiled while serving; should be 0
     steps: int = 0

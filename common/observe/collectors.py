@@ -94,6 +94,13 @@ _FROM_STATS: Final = (
     ),
     _FromStats(
         "counter",
+        "pagoda:prefix_cache_tokens_without_state",
+        "Prompt tokens computed again, though their keys and values were in the prefix cache, since no recurrent state "
+        "was kept after them.",
+        lambda stats: stats.prefix_without_state,
+    ),
+    _FromStats(
+        "counter",
         "vllm:gpu_prefix_cache_queries",
         "Former name of vllm:prefix_cache_queries.",
         lambda stats: stats.prefix_queries,

@@ -509,6 +509,7 @@ class RenderedChat:
 
     text: str
     literal: tuple[Span, ...] = ()
+    generation_prompt: str = ""  # the end of the text that opens the answer; "" if that was not determined
 
 
 def render_literal(

@@ -6,6 +6,7 @@ A conversation has the format of chat completions' messages and tools, to which 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
@@ -122,6 +123,7 @@ async def prepare(state: ServerState, conversation: Conversation, params: Sampli
         token_ids,
         conversation.cache_salt,
         literal=rendered.literal,
+        stable_tokens=_stable_tokens(state, rendered, token_ids),
         params=params,
         reader=reader,
         last_message=conversation.messages[-1] if conversation.messages else {},
@@ -190,6 +192,9 @@ LONG_CONVERSATION: Final = 16_384
 """Length in characters, tools and documents included, from which a conversation is rendered among long ones and
 tokenised in a thread, so that other requests keep streaming."""
 
+MOST_MERGED: Final = 2
+"""Tokens before a generation prompt that may have merged with it, where it is not tokenised as by itself."""
+
 _REASONING_KEYS: Final = ("reasoning", "reasoning_content", "thinking")
 """Keys of a message's reasoning in clients and templates."""
 
@@ -228,12 +233,37 @@ async def _render_text(
 def _render_now(
     tokenizer: Tokenizer, conversation: Conversation, state: ServerState, variables: frozenset[str], lane: Lane
 ) -> RenderedChat:
-    def render_text(messages: Messages, documents: Messages | None) -> str:
-        return _render_messages(tokenizer, conversation, state, variables, lane, messages, documents)
-
+    render_text = partial(_render_messages, tokenizer, conversation, state, variables, lane)
     if state.engine.config.model.special_tokens_in_messages == "parse":
-        return RenderedChat(render_text(conversation.messages, conversation.documents))
-    return render_literal(tokenizer, conversation.messages, conversation.documents, render_text)
+        rendered = RenderedChat(render_text(conversation.messages, conversation.documents))
+    else:
+        rendered = render_literal(tokenizer, conversation.messages, conversation.documents, render_text)
+    if not (state.engine.info.keeps_states and conversation.add_generation_prompt):
+        return rendered
+    without = replace(conversation, add_generation_prompt=False)
+    try:
+        stable = _render_messages(
+            tokenizer, without, state, variables, lane, conversation.messages, conversation.documents
+        )
+    except RequestError:  # The template needs a generation prompt; where the stable part ends is only a hint.
+        return rendered
+    return replace(rendered, generation_prompt=_end_after(stable, rendered.text))
+
+
+def _end_after(beginning: str, text: str) -> str:
+    """Return `text` without what it has in common with `beginning`."""
+    common = len(beginning) if text.startswith(beginning) else len(os.path.commonprefix((beginning, text)))
+    return text[common:]
+
+
+def _stable_tokens(state: ServerState, rendered: RenderedChat, token_ids: Sequence[int]) -> int | None:
+    """Return how many of the prompt's tokens precede its generation prompt; None if it was not determined."""
+    tokenizer = state.tokenizer()
+    if not rendered.generation_prompt or tokenizer is None:
+        return None
+    added = tokenizer.encode(rendered.generation_prompt, add_special_tokens=False)
+    merged = 0 if list(token_ids[-len(added) :]) == added else MOST_MERGED
+    return max(len(token_ids) - len(added) - merged, 0)
 
 
 def _render_messages(

@@ -74,6 +74,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     answers: AnswerFormat = AnswerFormat()
     embeds_width: int = 0  # Numbers in a row of prompt_embeds; 0: prompt_embeds are refused.
     encoder: EncoderInfo | None = None  # None: the model has no encoder, and prompts are the beginning of the output.
+    keeps_states: bool = False  # Recurrent state is kept for the prefix cache: prompts tell what later ones repeat.
 
     @property
     def runner(self) -> Literal["generate", "pooling"]:

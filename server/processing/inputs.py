@@ -154,6 +154,7 @@ class Prompt:
     second_text: int | None = None  # First token of the second text (token type 1) of a pair for pooling.
     encoder: EncoderPrompt | None = None  # The prompt of an encoder-decoder model's encoder.
     literal: tuple[Span, ...] = ()  # Spans of `text` in which special tokens are ordinary text.
+    stable_tokens: int | None = None  # First tokens that the conversation's next prompt repeats; None: all.
 
     @property
     def known_ids(self) -> list[int]:
@@ -547,6 +548,7 @@ class InputProcessor:
                 arrival=arrival,
                 cache_salt=prompt.cache_salt,
                 skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
+                stable_tokens=prompt.stable_tokens,
                 grammar=grammar,
                 thinking=thinking,
                 prompt_embeds=None if embeds is None else embeds.rows,

@@ -42,6 +42,7 @@ from pagoda.common.engine.structured_output.grammar import is_installed, not_ins
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models import token_classifier
 from pagoda.common.models.family import AnswerFormat, Family
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.registry import (
     FLOAT16_OVERFLOWS,
     overridden,
@@ -246,6 +247,8 @@ def resolve(
         platform=platform,
     )
     _log_cache(result)
+    if runner is None:
+        _warn_snapshots(result)
     if quantization is None:
         _check_schemes(backend, config.model.runtime_quantization, result.schemes)
     return result
@@ -293,6 +296,15 @@ def _log_cache(resolved: Resolved) -> None:
             "KV cache: the model's data type; %s has no fp8 cache for it, which the checkpoint asks for",
             resolved.backend,
         )
+
+
+def _warn_snapshots(resolved: Resolved) -> None:
+    """Warn about settings of recurrent state that concern no state, or none that is kept."""
+    flags = ", ".join(resolved.config.cache.snapshot_flags())
+    if flags and not resolved.layout.has_states:
+        logger.warning("%s: no effect on a model without recurrent state", flags)
+    elif flags and not resolved.limits.prefix_caching and resolved.config.cache.mamba_cache_mode != "none":
+        logger.warning("%s: no effect without prefix caching", flags)
 
 
 def _check_lora(config: EngineConfig, *, pooling: bool) -> None:
@@ -444,6 +456,7 @@ def _model_limits(spec: AnySpec) -> ModelLimits:
         spec.max_positions,
         extensible=spec.embedding.positions is None,
         pools=spec.pooler is not None,
+        has_states=any(isinstance(cache, StateCache) for cache in spec.caches),
     )
 
 

@@ -196,6 +196,7 @@ def _without_effect(config: EngineConfig, backend: str) -> Iterator[str]:
         "--kv-cache-memory-bytes": (cache.kv_cache_memory_bytes, defaults.cache.kv_cache_memory_bytes),
         "--kv-cache-dtype": (cache.cache_dtype, defaults.cache.cache_dtype),
         "--enable-prefix-caching": (cache.enable_prefix_caching or False, False),
+        **dict.fromkeys(cache.snapshot_flags(), (True, False)),
         "--enable-chunked-prefill": (config.scheduler.enable_chunked_prefill or False, False),
         "--logits-processors": (config.model.logits_processors, ()),
         "--override-generation-config": (config.model.override_generation_config, {}),

@@ -50,10 +50,12 @@ from pagoda.common.distributed.follower import FollowingBackend
 from pagoda.common.distributed.leader import LeadingBackend
 from pagoda.common.engine.core import EngineCore, MakeScheduler, Sleeper, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
+from pagoda.common.engine.kv_cache.manager import border_rule
 from pagoda.common.engine.kv_cache.sizing import (
     longest_sequence,
     longest_sequence_blocks,
     max_concurrency,
+    state_room,
     stated_blocks,
 )
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
@@ -342,7 +344,8 @@ def assemble(
         sampling_defaults=dict(resolved.generation.sampling),
         num_blocks=copies * sum(num_blocks),
         max_concurrency=max_concurrency(resolved.layout, limits, num_blocks),
-        memory=f"{copies} x ({memory})" if copies > 1 else str(memory),
+        memory=(f"{copies} x ({memory})" if copies > 1 else str(memory)) + _room_for_states(resolved.layout, memory),
+        keeps_states=border_rule(resolved.layout, limits.snapshots, prefix_caching=limits.prefix_caching) is not None,
         embeds_width=resolved.spec.hidden_width if config.model.enable_prompt_embeds else 0,
     )
     structured = structured_of(config, info)
@@ -569,6 +572,17 @@ def _generation_core(
         return generation_core(backend, layout, limits, num_blocks, make_scheduler, structured, store)
     shards = cast(ShardedBackend, backend)
     return sharded_core(shards, layout, limits, num_blocks, copies, make_scheduler, structured, store)
+
+
+def _room_for_states(layout: KvLayout, memory: MemoryPlan) -> str:
+    """Return how much memory a copy of a sequence's recurrent state takes, and how many there is room for; "" without.
+
+    Running sequences have one each, the rest are kept for the prefix cache.
+    """
+    if not layout.has_states:
+        return ""
+    size, count = state_room(layout, num_blocks=memory.num_blocks, block_bytes=memory.block_bytes)
+    return f", recurrent state {size / (1 << 20):.2f} MiB, room for {count}"
 
 
 def _fit(config: EngineConfig, limits: Limits, layout: KvLayout, num_blocks: tuple[int, ...]) -> Limits:

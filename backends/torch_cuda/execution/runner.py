@@ -44,7 +44,6 @@ from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.steps.contract import Int32, StepPlan, TokenMasks
 from pagoda.common.engine.steps.pending import FetchLogprobs, PendingStep, PendingTokens, PromptScores, score_prompts
 from pagoda.common.engine.steps.shapes import GraphSizes
-from pagoda.common.models.mixers.caches import StateCache
 
 if TYPE_CHECKING:
     from pagoda.backends.torch_cuda.model.transformers_decoder import CudaTransformersDecoder
@@ -299,7 +298,7 @@ class Runner:
         self._block_size = layout.block_size
         self._tile = tile
         self._round_tokens = round_tokens
-        self._has_states = any(isinstance(group.spec, StateCache) for group in layout.groups)
+        self._has_states = layout.has_states
         self._staging = Staging(stream)
         self._planner = WorkPlanner()
 

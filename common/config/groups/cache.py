@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from pagoda.common.config.fields import human_readable_int, need_positive, option
+from pagoda.common.config.fields import human_readable_int, need_not_negative, need_positive, option
 from pagoda.common.errors import ConfigError
 
 CacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
+MambaCacheMode = Literal["none", "align", "all"]
 
 DEFAULT_MEMORY_SHARE: Final = 0.9
 """Fraction of a device's memory for the engine where part of what it needs is an estimate."""
+
+RETENTION_INTERVAL: Final = 1024
+"""Default of --prefix-cache-retention-interval, in tokens."""
 
 _EIGHT_BIT: Final = ("fp8", "fp8_e4m3", "fp8_e5m2", "int8")
 _FLOAT32_STATE: Final = "recurrent state is always float32, since its rounding errors add up over the sequence"
@@ -25,6 +29,16 @@ _OTHER_DTYPES: Final = {
     **dict.fromkeys(("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"), _ONLY_FP8),
 }
 """Other data types of vLLM's caches -> why they are not supported, and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSnapshots:
+    """At which positions of a sequence recurrent state is kept for the prefix cache (see kv_cache/borders.py)."""
+
+    mode: MambaCacheMode = "align"
+    unit: int = 1  # Positions are multiples of this number of tokens and of the block size.
+    interval: int = RETENTION_INTERVAL  # With "align": also every so many tokens; 0: no.
+    min_distance: int = 64  # With "align": tokens, at least, after the cached prefix, and between two of an answer.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +105,20 @@ class CacheConfig:
     )
     mamba_block_size: int | None = option(
         None,
-        "Tokens per block of the Mamba state cache.",
-        no_effect="the state of a sequence takes one block, and snapshots for prefix caching one each",
+        "Recurrent state is kept for the prefix cache after multiples of this number of tokens, itself a multiple of "
+        "--block-size; default: --block-size.",
+    )
+    mamba_cache_mode: MambaCacheMode | None = option(
+        None,
+        "Where recurrent state is kept for the prefix cache. align: where a later request is likely to start, that is "
+        "at the end of the prompt without its generation prompt, at the newest tokens of the answer, where two prompts "
+        "part, and every --prefix-cache-retention-interval tokens; all: after each --mamba-block-size tokens, at which"
+        " chunks of prompts end; none: nowhere, which turns prefix caching off. Default: align.",
+    )
+    prefix_cache_retention_interval: int = option(
+        RETENTION_INTERVAL,
+        "With --mamba-cache-mode align: also keep recurrent state every so many tokens of a sequence, at which chunks "
+        "of prompts end; 0: only at the other places.",
     )
     kv_offloading_size: float | None = option(
         None,
@@ -111,6 +137,12 @@ class CacheConfig:
         if not 0.0 <= self.cpu_offload_gb < 1 << 20:
             raise ConfigError("--cpu-offload-gb", f"{self.cpu_offload_gb} is not a size in GiB; use 0 or more")
         need_positive(self, "kv_cache_memory_bytes", "num_gpu_blocks_override", remedy="use 1 or more, or drop it")
+        need_positive(self, "mamba_block_size", remedy="use a multiple of --block-size, or drop it")
+        need_not_negative(self, "prefix_cache_retention_interval")
+        if self.mamba_cache_mode == "none" and self.enable_prefix_caching:
+            raise ConfigError(
+                "--mamba-cache-mode", "none excludes --enable-prefix-caching, which needs recurrent state; drop one"
+            )
 
     def memory_share(self, default: float = DEFAULT_MEMORY_SHARE) -> float:
         """Return the fraction of a device's memory that the engine may use. `default`: unless the user set it."""
@@ -126,6 +158,26 @@ class CacheConfig:
             )
         if self.cache_dtype == "int8" and not self.calculate_kv_scales:
             raise ConfigError("--kv-cache-dtype", "int8 needs scales; add --calculate-kv-scales, or use fp8")
+
+    def snapshots(self, block_size: int) -> StateSnapshots:
+        """Return where recurrent state is kept with pages of `block_size` tokens. Raise ConfigError naming the flag."""
+        unit = self.mamba_block_size or block_size
+        if unit % block_size:
+            above = -(-unit // block_size) * block_size
+            raise ConfigError(
+                "--mamba-block-size", f"{unit} is not a multiple of the block size, {block_size}; use {above}"
+            )
+        interval = self.prefix_cache_retention_interval
+        return StateSnapshots(mode=self.mamba_cache_mode or "align", unit=unit, interval=interval)
+
+    def snapshot_flags(self) -> list[str]:
+        """Return the flags about recurrent state that differ from their defaults."""
+        given = {
+            "--mamba-cache-mode": self.mamba_cache_mode is not None,
+            "--mamba-block-size": self.mamba_block_size is not None,
+            "--prefix-cache-retention-interval": self.prefix_cache_retention_interval != RETENTION_INTERVAL,
+        }
+        return [flag for flag, is_given in given.items() if is_given]
 
     @property
     def has_explicit_size(self) -> bool:

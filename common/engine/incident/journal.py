@@ -27,6 +27,7 @@ from pagoda.common.engine.incident.snapshot import (
     SchedulerRecord,
 )
 from pagoda.common.engine.kv_cache.block_pool import BlockPoolState
+from pagoda.common.engine.kv_cache.borders import SequenceBorders
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.engine.sampling.rules import SamplingRules
@@ -173,7 +174,6 @@ class Journal:
         return KvShape(
             groups=tuple(groups),
             block_size=layout.block_size,
-            snapshot_tokens=layout.snapshot_tokens,
             num_blocks=self._num_blocks,
             extents=extents,
         )
@@ -255,6 +255,8 @@ class _Values:
     num_pages: int
     num_cached_tokens: int | None
     num_preemptions: int
+    borders: SequenceBorders | None
+    answer_border: int
     tables: tuple[GroupTable, ...]
 
     @classmethod
@@ -270,6 +272,8 @@ class _Values:
             num_pages=request.num_pages,
             num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
+            borders=request.borders,
+            answer_border=request.answer_border,
             tables=tuple(
                 GroupTable(list(group.table), group.base, (group.reserved.start, group.reserved.stop))
                 for group in groups
@@ -294,10 +298,13 @@ class _Values:
             num_pages=self.num_pages,
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
+            borders=self.borders,
+            answer_border=self.answer_border,
             tables=list(self.tables),
             digests=[keyed(digest) for digest in tuple(request.hashes)],
             is_masked=request.mask_state is not None,
             token_cost=request.token_cost,
+            stable_tokens=request.stable_tokens,
             rules=shown_rules(request.rules),
             token_ids=request.known_tokens().tolist() if tokens else None,
         )
@@ -331,6 +338,7 @@ def _event(entry: _Entry, keyed: Keyed, *, tokens: bool) -> Event:
                 reads_cache=state.reads_cache,
                 is_masked=state.mask_state is not None,
                 token_cost=state.token_cost,
+                stable_tokens=state.stable_tokens,
                 digests=[keyed(digest) for digest in tuple(state.hashes)],
                 rules=shown_rules(request.rules),
                 token_ids=state.known_tokens().tolist() if tokens else None,

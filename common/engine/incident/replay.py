@@ -189,6 +189,7 @@ def restored(snapshot: Snapshot, record: SchedulerRecord, shape: KvShape) -> Sch
         max_model_len=limits.max_model_len,
         max_step_tokens=limits.max_step_tokens,
         prefix_caching=limits.prefix_caching,
+        snapshots=limits.snapshots,
         prefers_extents=shape.extents,
     )
     scheduler = Scheduler(limits, kv)
@@ -247,7 +248,7 @@ def _layout(shape: KvShape) -> KvLayout:
                 return FullCache(1, pool + 1)
 
     groups = [KvGroup(spec(group.kind, group.pool, group.window), (0,), pool=group.pool) for group in shape.groups]
-    return KvLayout(tuple(groups), shape.block_size, shape.snapshot_tokens)
+    return KvLayout(tuple(groups), shape.block_size)
 
 
 def _pool_state(record: PoolRecord) -> BlockPoolState:
@@ -284,6 +285,7 @@ def _engine_request(event: Added) -> EngineRequest:
 def _set_up(request: Request, event: Added | RequestRecord) -> None:
     request.hashes = [bytes.fromhex(digest) for digest in event.digests]
     request.token_cost = event.token_cost
+    request.stable_tokens = event.stable_tokens
 
 
 def _request(record: RequestRecord) -> Request:
@@ -310,6 +312,8 @@ def _request(record: RequestRecord) -> Request:
     request.num_cached_tokens = record.num_cached_tokens
     request.num_preemptions = record.num_preemptions
     request.groups = [_group_blocks(table) for table in record.tables]
+    request.borders = record.borders
+    request.answer_border = record.answer_border
     return request
 
 

@@ -12,9 +12,10 @@ from typing import Any, Final
 import msgspec
 
 from pagoda.common.config.engine import Limits
+from pagoda.common.engine.kv_cache.borders import SequenceBorders
 from pagoda.common.engine.messages import EngineStats
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Raised when older files can no longer be replayed."""
 
 Digest = str
@@ -34,7 +35,6 @@ class KvShape(msgspec.Struct, frozen=True):
 
     groups: tuple[GroupSpec, ...]
     block_size: int
-    snapshot_tokens: int
     num_blocks: tuple[int, ...]  # blocks of each pool, the null block included
     extents: bool
 
@@ -86,6 +86,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     rules: dict[str, Any]  # sampling rules that differ from the defaults; of lists the length
     token_ids: list[int] | None = None  # all known at the incident; None unless asked for
     token_cost: int = 1  # what each of its tokens takes of a step's budget
+    stable_tokens: int = 0
+    borders: SequenceBorders | None = None
+    answer_border: int = 0
 
 
 class InFlightRecord(msgspec.Struct, frozen=True):
@@ -135,6 +138,7 @@ class Added(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     rules: dict[str, Any]
     token_ids: list[int] | None = None
     token_cost: int = 1
+    stable_tokens: int = 0
 
 
 class Aborted(msgspec.Struct, tag="abort", frozen=True):

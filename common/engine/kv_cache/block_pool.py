@@ -121,6 +121,14 @@ class BlockPool:
             self._keys[block] = key
             self._blocks[key] = block
 
+    def forget(self, key: PageKey) -> None:
+        """Drop a page whose block is free; the block is the next to be allocated. Nothing happens without it."""
+        block = self._blocks.get(key)
+        if block is not None and not self._refs[block]:
+            self._unlink(block)
+            self._drop_page(block)
+            self._link_free(block)
+
     def clear_cache(self) -> None:
         """Empty the prefix cache. References are unchanged."""
         for block in self._blocks.values():

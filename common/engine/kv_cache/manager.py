@@ -5,7 +5,7 @@ Knows pages and blocks; steps, budgets and queues are the scheduler's.
     page          0     1     2     3     4     5
     full group    7     8     9    10    11    12
     window group  0     0     0    23    24    25        0: before the window, released
-    state group  30                                      one block for any length; its snapshots are cached only
+    state group  30                                      one block for any length; its copies at borders are cached
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from operator import le
+from typing import Final
 
 import numpy as np
 
+from pagoda.common.config.groups.cache import StateSnapshots
 from pagoda.common.engine.kv_cache.block_pool import BlockPool, BlockPoolState
+from pagoda.common.engine.kv_cache.borders import BorderRule
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
-from pagoda.common.engine.scheduling.request import GroupBlocks, Request, RunningBatch
+from pagoda.common.engine.scheduling.request import NEVER, GroupBlocks, Request, RunningBatch
 from pagoda.common.engine.steps.contract import NULL_BLOCK, Int32
 from pagoda.common.models.mixers.caches import StateCache, WindowCache
+
+DEFAULT_SNAPSHOTS: Final = StateSnapshots()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,7 @@ class PrefixHit:
     """The cached prefix of a request, in whole pages."""
 
     num_tokens: int
+    num_matched: int  # likewise without recurrent state: the tokens whose K and V, or latents, are cached
     blocks: tuple[list[int], ...]  # one list per group
     snapshots: tuple[int, ...]  # each group's block with the recurrent state after the prefix, or NULL_BLOCK
 
@@ -115,28 +121,31 @@ class WindowRule(GroupRule):
 
 
 class StateRule(GroupRule):
-    """Keeps one block of recurrent state per sequence, and snapshots of it every `interval` pages for the prefix cache.
+    """Keeps one block of recurrent state per sequence, and snapshots of it at `borders` for the prefix cache.
 
     The snapshot after n pages is entered under the digest of page n - 1. A hit copies it to a block of its own.
+    `borders` None: there are no snapshots.
     """
 
     grows = False
 
-    def __init__(self, index: int, pool: int, block_size: int, interval: int) -> None:
+    def __init__(self, index: int, pool: int, block_size: int, borders: BorderRule | None) -> None:
         super().__init__(index, pool, block_size)
-        self.interval = interval
+        self._borders = borders
+        self._unit = 1 if borders is None else borders.unit // block_size  # pages
 
     def num_pages(self, pages: int) -> int:
         """Return 1 as soon as there is a token."""
         return min(pages, 1)
 
     def cached_blocks(self, pages: int) -> int:
-        """Return the blocks of the state and of all snapshots."""
-        return self.num_pages(pages) + pages // self.interval
+        """Return the blocks of the state and of the snapshots that a sequence is expected to keep."""
+        snapshots = 0 if self._borders is None else self._borders.most(pages * self.block_size)
+        return self.num_pages(pages) + snapshots
 
     def cached_pages(self, pool: BlockPool, hashes: list[bytes], pages: int) -> int:
         """Return the pages before the last cached snapshot, at most `pages`."""
-        for border in range(pages // self.interval * self.interval, 0, -self.interval):
+        for border in range(pages // self._unit * self._unit, 0, -self._unit):
             if pool.lookup((hashes[border - 1], self.index)) is not None:
                 return border
         return 0
@@ -153,18 +162,25 @@ class StateRule(GroupRule):
         """Do nothing: KvManager.snapshot enters snapshots."""
 
 
-def group_rules(layout: KvLayout) -> tuple[GroupRule, ...]:
-    """Return the rule of each group."""
-    return tuple(_group_rule(index, group, layout) for index, group in enumerate(layout.groups))
+def border_rule(layout: KvLayout, snapshots: StateSnapshots, *, prefix_caching: bool) -> BorderRule | None:
+    """Return where recurrent state is copied into the prefix cache; None if it never is, or if there is none."""
+    if not layout.has_states or not prefix_caching or snapshots.mode == "none":
+        return None
+    return BorderRule(snapshots, layout.block_size)
 
 
-def _group_rule(index: int, group: KvGroup, layout: KvLayout) -> GroupRule:
+def group_rules(layout: KvLayout, borders: BorderRule | None) -> tuple[GroupRule, ...]:
+    """Return the rule of each group. `borders`: see `border_rule`."""
+    return tuple(_group_rule(index, group, layout, borders) for index, group in enumerate(layout.groups))
+
+
+def _group_rule(index: int, group: KvGroup, layout: KvLayout, borders: BorderRule | None) -> GroupRule:
     block_size = layout.block_size
     match group.spec:
         case WindowCache(window=window):
             return WindowRule(index, group.pool, block_size, window)
         case StateCache():
-            return StateRule(index, group.pool, block_size, layout.snapshot_pages)
+            return StateRule(index, group.pool, block_size, borders)
         case _:
             return GroupRule(index, group.pool, block_size)
 
@@ -209,6 +225,16 @@ class KvState:
     copies: tuple[Mapping[int, int], ...]  # per pool: copies of recurrent state before the next step, target -> source
 
 
+def _agreed_pages(rules: Iterable[tuple[GroupRule, BlockPool]], hashes: list[bytes], pages: int) -> int:
+    """Return the longest hit, at most `pages` pages, that is valid for each rule with the pages of its pool."""
+    agreed = False
+    while not agreed:
+        shorter = min((rule.cached_pages(pool, hashes, pages) for rule, pool in rules), default=pages)
+        agreed = shorter == pages
+        pages = shorter
+    return pages
+
+
 class KvManager:
     """Blocks of all requests, each group's from its pool."""
 
@@ -221,19 +247,21 @@ class KvManager:
         max_model_len: int,
         max_step_tokens: int,
         prefix_caching: bool = True,
+        snapshots: StateSnapshots = DEFAULT_SNAPSHOTS,
         prefers_extents: bool = False,
     ) -> None:
         self.block_size = layout.block_size
         if len(num_blocks) != len(layout.pools):
             raise ValueError(f"{len(num_blocks)} numbers of blocks for {len(layout.pools)} pools")
         self.pools = tuple(BlockPool(number, extents=prefers_extents) for number in num_blocks)
-        self.rules = group_rules(layout)
+        self.borders = border_rule(layout, snapshots, prefix_caching=prefix_caching)
+        self.rules = group_rules(layout, self.borders)
         self._rules = tuple((rule, self.pools[rule.pool]) for rule in self.rules)
         self._grows = growing_pools(self.rules)
-        self.caches_prefixes = prefix_caching
         self._states = tuple(rule for rule in self.rules if isinstance(rule, StateRule))
-        # The tokens between two snapshots of recurrent state; 0: there are none.
-        self.snapshot_tokens = layout.snapshot_pages * layout.block_size if self._states and prefix_caching else 0
+        self._paged = tuple(pair for pair in self._rules if not isinstance(pair[0], StateRule))
+        # Without snapshots of its recurrent state no prefix of a sequence can be reused.
+        self.caches_prefixes = prefix_caching and not (self._states and self.borders is None)
         self._copies: tuple[dict[int, int], ...] = tuple({} for _ in self.pools)  # destination -> source
         max_pages = self.pages(max_model_len)
         self._tables = [np.full((max_num_seqs, max_pages), NULL_BLOCK, np.int32) for _ in self.rules]
@@ -263,17 +291,17 @@ class KvManager:
     def find_prefix(self, request: Request) -> PrefixHit:
         """Return the longest cached prefix that is valid in every group. At least one token is left to compute."""
         if not (self.caches_prefixes and request.reads_cache):
-            return PrefixHit(0, tuple([] for _ in self.rules), (NULL_BLOCK,) * len(self.rules))
+            return PrefixHit(0, 0, tuple([] for _ in self.rules), (NULL_BLOCK,) * len(self.rules))
         pages = (request.num_known - 1) // self.block_size
         hashes = extend_hashes(request, self.block_size, pages)
-        agreed = False
-        while not agreed:
-            shorter = min(rule.cached_pages(pool, hashes, pages) for rule, pool in self._rules)
-            agreed = shorter == pages
-            pages = shorter
+        matched = pages = _agreed_pages(self._paged, hashes, pages)
+        if self._states:
+            pages = _agreed_pages(self._rules, hashes, pages)
+        if not self._paged:  # states alone do not tell how far an earlier prompt was the same
+            matched = pages
         blocks = tuple(rule.hit_blocks(pool, hashes, pages) for rule, pool in self._rules)
         snapshots = tuple(rule.snapshot(pool, hashes, pages) for rule, pool in self._rules)
-        return PrefixHit(pages * self.block_size, blocks, snapshots)
+        return PrefixHit(pages * self.block_size, matched * self.block_size, blocks, snapshots)
 
     def register(self, request: Request, num_tokens: int) -> None:
         """Enter the pages of the first `num_tokens` tokens, all known, into the prefix cache."""
@@ -287,23 +315,47 @@ class KvManager:
 
     # --- recurrent state ---
 
+    def set_borders(self, request: Request, hit: PrefixHit) -> int:
+        """Choose the request's borders for a start from `hit`. Returns the first; NEVER if no state is kept."""
+        if self.borders is None:
+            return NEVER
+        request.borders = self.borders.of_sequence(
+            cached=hit.num_tokens,
+            matched=hit.num_matched,
+            stable=request.stable_tokens,
+            known=request.num_known,
+        )
+        return self.borders.after(request.borders, hit.num_tokens)
+
+    def next_border(self, request: Request, position: int) -> int:
+        """Return the request's first border after `position` tokens; NEVER if no state is kept."""
+        if self.borders is None or request.borders is None:
+            return NEVER
+        return self.borders.after(request.borders, position)
+
     def snapshot(self, request: Request, computed: int) -> None:
-        """Copy the request's state after `computed` tokens, a border of snapshots, into the prefix cache.
+        """Copy the request's state after `computed` tokens, a border, into the prefix cache.
 
         The copy is made before the next step. Without a free block, or before the tokens are known, nothing happens.
         """
-        if request.num_known < computed:
+        if self.borders is None or request.borders is None or request.num_known < computed:
             return
         page = computed // self.block_size - 1
         hashes = extend_hashes(request, self.block_size, page + 1)
+        earlier = request.answer_border // self.block_size - 1
+        request.answer_border = 0
         for rule in self._states:
             pool = self.pools[rule.pool]
+            if earlier >= 0:
+                pool.forget((hashes[earlier], rule.index))
             key = (hashes[page], rule.index)
             if pool.num_free and pool.lookup(key) is None:
                 block = pool.allocate()
                 self._copies[rule.pool][block] = request.groups[rule.index].table[0]
                 pool.register(block, key)
                 pool.release([block])
+                if self.borders.is_replaced(request.borders, computed):
+                    request.answer_border = computed
 
     def _restore(self, request: Request, hit: PrefixHit) -> None:
         """Copy the snapshots of a hit into the request's blocks before the next step."""
@@ -484,11 +536,15 @@ class RunningBlocks:
         short = np.flatnonzero(end > self._batch.capacity[rows])
         return all(self.allocate(int(rows[i]), int(end[i])) for i in short)
 
-    def snapshot(self, rows: Int32) -> None:
-        """Put the recurrent state of rows at a border of snapshots into the prefix cache, before it is replaced."""
-        computed = self._batch.computed[rows]
-        for i in np.flatnonzero(computed % self._kv.snapshot_tokens == 0):
-            self._kv.snapshot(self._batch.request_at(int(rows[i])), int(computed[i]))
+    def snapshot(self) -> None:
+        """Put the recurrent state of the rows that are at a border into the prefix cache, before it is replaced."""
+        batch = self._batch
+        rows = batch.order
+        for row in rows[batch.computed[rows] == batch.next_border[rows]].tolist():
+            request = batch.request_at(row)
+            border = int(batch.computed[row])
+            self._kv.snapshot(request, border)
+            batch.next_border[row] = self._kv.next_border(request, border)
 
     def register_chunks(self, rows: Int32, tokens: Int32, drafts: Int32 | None) -> None:
         """Enter the pages that prompt chunks fill in the next step into the prefix cache; no preemption follows.

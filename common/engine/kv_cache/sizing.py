@@ -10,8 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_cache.manager import blocks_alone, group_rules, growing_pools, largest, longest_alone
+from pagoda.common.engine.kv_cache.manager import (
+    GroupRule,
+    blocks_alone,
+    border_rule,
+    group_rules,
+    growing_pools,
+    largest,
+    longest_alone,
+)
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.models.mixers.caches import StateCache
 
 
 def min_blocks(layout: KvLayout) -> tuple[int, ...]:
@@ -30,7 +39,7 @@ def stated_blocks(layout: KvLayout, limits: Limits, number: int) -> tuple[int, .
     """
     states = (1 + limits.max_num_seqs * len(groups) for groups in layout.groups_by_pool)
     return tuple(
-        number if grows else min(number, most) for grows, most in zip(growing_pools(group_rules(layout)), states)
+        number if grows else min(number, most) for grows, most in zip(growing_pools(_rules(layout, limits)), states)
     )
 
 
@@ -59,14 +68,14 @@ def split_bytes(layout: KvLayout, limits: Limits, block_bytes: Sequence[int], to
 
 def longest_sequence(layout: KvLayout, limits: Limits, num_blocks: Sequence[int]) -> int:
     """Return the tokens, in whole pages up to `max_model_len`, of the longest sequence that fits when it runs alone."""
-    rules = group_rules(layout)
+    rules = _rules(layout, limits)
     pages = _pages(limits)
     return longest_alone(rules, num_blocks, pages, limits.max_step_tokens) * limits.block_size
 
 
 def longest_sequence_blocks(layout: KvLayout, limits: Limits) -> tuple[int, ...]:
     """Return the blocks per pool of a sequence of `max_model_len` tokens that runs alone, and the null block."""
-    return blocks_alone(group_rules(layout), _pages(limits), limits.max_step_tokens)
+    return blocks_alone(_rules(layout, limits), _pages(limits), limits.max_step_tokens)
 
 
 def max_concurrency(layout: KvLayout, limits: Limits, num_blocks: Sequence[int]) -> float:
@@ -75,11 +84,25 @@ def max_concurrency(layout: KvLayout, limits: Limits, num_blocks: Sequence[int])
     return min((blocks - 1) / (blocks_of_request - 1) for blocks, blocks_of_request in zip(num_blocks, needed))
 
 
+def state_room(layout: KvLayout, *, num_blocks: Sequence[int], block_bytes: Sequence[int]) -> tuple[int, int]:
+    """Return the bytes of a sequence's recurrent state, and how many of them the blocks of its pools hold.
+
+    `num_blocks`, `block_bytes`: of each pool. The layout has recurrent state.
+    """
+    size = 0
+    room = []
+    for pool, groups in zip(layout.pools, layout.groups_by_pool):
+        if isinstance(pool.kind, StateCache):
+            size += len(groups) * block_bytes[groups[0].pool]
+            room.append((num_blocks[groups[0].pool] - 1) // len(groups))
+    return size, min(room)
+
+
 class _Demand:
     """The blocks of running sequences, with windows taken into account."""
 
     def __init__(self, layout: KvLayout, limits: Limits) -> None:
-        self._rules = group_rules(layout)
+        self._rules = _rules(layout, limits)
         self._num_pools = len(layout.pools)
         self._step_tokens = limits.max_step_tokens
         self._decode_tokens = limits.max_decode_tokens
@@ -112,11 +135,14 @@ def _blocks_per_sequence(layout: KvLayout, limits: Limits) -> tuple[int, ...]:
     state and its snapshots.
     """
     pages = _pages(limits)
-    state = 1 + pages // layout.snapshot_pages
-    return tuple(
-        len(groups) * (pages if grows else state)
-        for groups, grows in zip(layout.groups_by_pool, growing_pools(group_rules(layout)))
-    )
+    blocks = [0] * len(layout.pools)
+    for rule in _rules(layout, limits):
+        blocks[rule.pool] += pages if rule.grows else rule.cached_blocks(pages)
+    return tuple(blocks)
+
+
+def _rules(layout: KvLayout, limits: Limits) -> tuple[GroupRule, ...]:
+    return group_rules(layout, border_rule(layout, limits.snapshots, prefix_caching=limits.prefix_caching))
 
 
 def _pages(limits: Limits) -> int:

@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
 
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.mixers.caches import CacheSpec, FullCache, WindowCache
+from pagoda.common.models.mixers.caches import CacheSpec, FullCache, StateCache, WindowCache
 from pagoda.common.models.transformers_spec import AnySpec
 
 
@@ -38,10 +37,6 @@ class KvGroup:
         return self.windows or (window,) * len(self.layers)
 
 
-SNAPSHOT_TOKENS: Final = 1024
-"""Default of KvLayout.snapshot_tokens. A prompt chunk ends at each snapshot, and a snapshot takes a block."""
-
-
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
     """Blocks of one size, which several groups may share."""
@@ -56,17 +51,16 @@ class KvLayout:
 
     groups: tuple[KvGroup, ...]
     block_size: int
-    snapshot_tokens: int = SNAPSHOT_TOKENS  # tokens between two snapshots of recurrent state, in whole pages
 
     def __post_init__(self) -> None:
         kinds = {(group.pool, block_kind(group.spec)) for group in self.groups}
         if sorted(pool for pool, _ in kinds) != list(range(len(kinds))):
             raise ValueError(f"every pool needs caches of one kind, the pools are {sorted(kinds, key=str)}")
 
-    @property
-    def snapshot_pages(self) -> int:
-        """Pages between two snapshots of recurrent state."""
-        return max(1, self.snapshot_tokens // self.block_size)
+    @cached_property
+    def has_states(self) -> bool:
+        """True if a layer has recurrent state."""
+        return any(isinstance(group.spec, StateCache) for group in self.groups)
 
     @cached_property
     def views(self) -> tuple[tuple[int, int | None], ...]:

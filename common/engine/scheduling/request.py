@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.common.engine.kv_cache.borders import SequenceBorders
 from pagoda.common.engine.lora.adapter import NO_ADAPTER, Adapter
 from pagoda.common.engine.messages import EngineRequest, FinishReason, PositionLogprobs
 from pagoda.common.engine.pooling.values import PoolingRules
@@ -111,6 +112,9 @@ class Request:
     token_cost: int = 1  # what each token of a chunk takes of a step's budget
     mask_state: TokenMaskState | None = None  # set for a grammar or a reasoning budget
     error: tuple[str, str] | None = None  # field and reason, of a request that a logits processor failed
+    stable_tokens: int = 0  # prompt tokens that later requests are expected to repeat
+    borders: SequenceBorders | None = None  # where its recurrent state is kept; None: nowhere, or it has not started
+    answer_border: int = 0  # tokens before the copy of its state that the next copy replaces; 0: none does
     embeds: UInt8 | None = None  # [n, bytes] of the prompt positions that are EMBEDDED
     pooling: PoolingRules | None = None  # how a pooling model pools the prompt; None: it generates
     encoder: Int32 | None = None  # what the encoder of an encoder-decoder model reads
@@ -152,6 +156,7 @@ class Request:
             prompt_logprobs=[] if wants_prompt else None,
             token_cost=_token_cost(request.rules.prompt_logprobs),
             mask_state=mask_state,
+            stable_tokens=len(prompt) if request.stable_tokens is None else request.stable_tokens,
             embeds=None if request.prompt_embeds is None else _embed_rows(request.prompt_embeds, prompt),
             pooling=request.pooling,
             encoder=None if request.encoder_token_ids is None else np.array(request.encoder_token_ids, np.int32),
@@ -361,7 +366,7 @@ def queue_rank(request: EngineRequest, policy: str, number: int) -> tuple[float,
 
 STATE_ARRAYS: Final = (
     *("computed", "total", "prefill_end", "limit", "token_cost", "capacity", "newest", "inflight", "drafts_inflight"),
-    *("drafts_from", "num_drafts", "num_guesses", "next_page", "epoch"),
+    *("drafts_from", "num_drafts", "num_guesses", "next_page", "next_border", "epoch"),
 )
 """Arrays of RunningBatch that BatchState has; the others follow from the requests, or from tokens."""
 
@@ -404,6 +409,9 @@ class RunningBatch:
         self.num_guesses = zeros()  # guesses that the row has on the device, after its newest step
         self.guesses = np.full((max_num_seqs, max_drafts), -1, np.int32)  # their token ids, once a result had them
         self.next_page = zeros()  # known tokens at which another page can enter the prefix cache
+        self.next_border: Int32 = np.full(
+            max_num_seqs, NEVER, np.int32
+        )  # computed tokens at which recurrent state is kept next; chunks end there
         self.adapter_slot = np.full(max_num_seqs, NO_ADAPTER, np.int32)
         self.masked: Bool = np.zeros(max_num_seqs, np.bool_)  # the request has a mask state
         self.epoch: Int64 = np.zeros(max_num_seqs, np.int64)  # unique per assignment of the row, 0 when free
@@ -456,6 +464,7 @@ class RunningBatch:
         self.inflight[row] = self.drafts_inflight[row] = self.num_guesses[row] = 0
         self.drafts_from[row] = len(request.prompt) + request.drafts_from
         self.next_page[row] = NEVER
+        self.next_border[row] = NEVER
         self.masked[row] = request.mask_state is not None
         self.num_embedded += request.embeds is not None
 

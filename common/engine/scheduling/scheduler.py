@@ -6,11 +6,12 @@ A step may also compute drafts, guesses of a sequence's next tokens, of which it
 
     schedule:
         token masks: compute late ones for a while; sequences whose mask stays late miss the step
+        enter recurrent states at borders into the prefix cache, before a step replaces them
         fairness: preempt a sequence if it keeps another key or request from running at all
         drafts: propose the next tokens of running sequences
         budget = one token for each running sequence that wants one, chunks of prompts while tokens last
         allocate blocks for all of it; where blocks lack, preempt the newest sequence and split the budget again
-        enter recurrent states and pages that the step replaces or fills into the prefix cache
+        enter pages that the step fills into the prefix cache
         unless blocks lacked: while tokens, rows and blocks last, start the next waiting request
         return the plan: rows, token ids, positions, block tables, which sequences sample
     update:
@@ -37,7 +38,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from pagoda.common.config.engine import Limits
-from pagoda.common.engine.kv_cache.manager import KvManager, KvState, RunningBlocks
+from pagoda.common.engine.kv_cache.manager import KvManager, KvState, PrefixHit, RunningBlocks
 from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.engine.lora.adapter import LORA_FIELD
 from pagoda.common.engine.lora.slots import AdapterSlots, AdaptersState, SchedulerAdapters
@@ -94,6 +95,7 @@ class SchedulerCounts:
     preemptions: int = 0
     queries: int = 0  # tokens looked up in the prefix cache
     hits: int = 0  # tokens found in it
+    without_state: int = 0  # tokens that were in it but for their recurrent state
     recompiles: int = 0  # programs compiled while serving
 
 
@@ -207,6 +209,7 @@ class Scheduler:
             kv_blocks_total=total,
             prefix_queries=counts.queries,
             prefix_hits=counts.hits,
+            prefix_without_state=counts.without_state,
             preemptions=counts.preemptions,
             recompiles=counts.recompiles,
             steps=counts.steps,
@@ -238,6 +241,8 @@ class Scheduler:
         return self._schedule()
 
     def _schedule(self) -> StepPlan | None:
+        if self.kv.borders is not None:
+            self._blocks.snapshot()
         is_waiting = len(self.waiting) > 0
         if is_waiting and self._fair is not None:
             victim = self._fair.make_room(self._batch.num_free, self.running)
@@ -245,8 +250,6 @@ class Scheduler:
                 self._preempt(victim)
         preemptions = self._counts.preemptions
         budget = self._budget_running()
-        if self.kv.snapshot_tokens:
-            self._blocks.snapshot(budget.rows)
         self._blocks.register_chunks(budget.rows, budget.tokens, budget.drafts)
         starts: list[RowStart] = []
         if is_waiting and self._counts.preemptions == preemptions:
@@ -264,7 +267,7 @@ class Scheduler:
         while True:
             rows = _rows_to_run(batch, self.masks)
             reserved = 0 if drafts is None else int(batch.num_drafts[rows].sum())
-            budget = split_budget(batch, rows, self.limits, self.kv.snapshot_tokens, reserved)
+            budget = split_budget(batch, rows, self.limits, reserved)
             if self._blocks.allocate_all(budget.rows, batch.computed[budget.rows] + budget.tokens):
                 break
             newest = self.running[-1]
@@ -324,7 +327,10 @@ class Scheduler:
             return 0
         hit = self.kv.find_prefix(request)
         want = request.num_known - hit.num_tokens
-        count = first_chunk(want, left, self.limits, max_chunk=self.kv.snapshot_tokens, cost=request.token_cost)
+        count = first_chunk(want, left, self.limits, cost=request.token_cost)
+        border = self.kv.set_borders(request, hit)
+        if self.limits.chunked_prefill:
+            count = min(count, border - hit.num_tokens)
         row = self._batch.next_free()
         end = hit.num_tokens + count
         # Leave one block per running request where they grow: without it the new request would soon be preempted, or
@@ -338,17 +344,22 @@ class Scheduler:
         request.tokens = request.known_tokens()
         self._batch.assign(request, hit.num_tokens)
         self._batch.capacity[row] = self.kv.capacity(request)
+        self._batch.next_border[row] = self.kv.next_border(request, end - 1)
         self._blocks.register(request, end)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit.num_tokens
             request.scheduled = self._clock()
-            if self.kv.caches_prefixes and request.reads_cache:
-                self._counts.queries += request.num_known
-                self._counts.hits += hit.num_tokens
+            self._count_hit(request, hit)
         if request.prompt_logprobs:
             request.prompt_logprobs.clear()
         request.status = RUNNING
         return count
+
+    def _count_hit(self, request: Request, hit: PrefixHit) -> None:
+        if self.kv.caches_prefixes and request.reads_cache:
+            self._counts.queries += request.num_known
+            self._counts.hits += hit.num_tokens
+            self._counts.without_state += hit.num_matched - hit.num_tokens
 
     def _plan(self, budget: TokenBudget, starts: list[RowStart]) -> StepPlan:
         batch = self._batch
@@ -372,7 +383,7 @@ class Scheduler:
             token_ids=batch.token_ids(rows, counts, query_start, samples, drafts),
             block_tables=self.kv.tables(rows, int((end if guesses is None else end + guesses).max())),
             samples=samples,
-            state_copies=self.kv.take_copies() if self.kv.snapshot_tokens else (),
+            state_copies=() if self.kv.borders is None else self.kv.take_copies(),
             num_drafts=drafts,
             num_guesses=guesses,
             masked=masked_sequences(batch, rows, samples, drafts) if self.masks.num_requests else None,
@@ -584,12 +595,10 @@ class TokenBudget:
     drafts: Int32 | None = None  # [n] how many of the tokens are drafts
 
 
-def split_budget(
-    batch: RunningBatch, rows: Int32, limits: Limits, max_chunk: int = 0, reserved: int = 0
-) -> TokenBudget:
+def split_budget(batch: RunningBatch, rows: Int32, limits: Limits, reserved: int = 0) -> TokenBudget:
     """Give one token to every row that wants one, then chunks in the order of `rows` until the budget is spent.
 
-    `max_chunk`: chunks end at multiples of it; 0: anywhere. `reserved`: tokens that chunks may not take.
+    `reserved`: tokens that chunks may not take.
     """
     total = batch.total[rows]
     want = (total - batch.computed[rows]) * (total < batch.limit[rows])
@@ -600,8 +609,7 @@ def split_budget(
     want = want[want > 1]
     if limits.long_prefill_token_threshold:
         want = np.minimum(want, limits.long_prefill_token_threshold)
-    if max_chunk:
-        want = np.minimum(want, max_chunk - batch.computed[longer] % max_chunk)
+    want = np.minimum(want, batch.next_border[longer] - batch.computed[longer])
     cost = batch.token_cost[longer]
     spent = want * cost
     left = limits.max_num_batched_tokens - len(single) - reserved - (np.cumsum(spent) - spent)
@@ -612,14 +620,14 @@ def split_budget(
     )
 
 
-def first_chunk(want: int, left: int, limits: Limits, max_chunk: int = 0, cost: int = 1) -> int:
+def first_chunk(want: int, left: int, limits: Limits, cost: int = 1) -> int:
     """Return how many of `want` tokens a request computes in its first step, with `left` available; 0: it must wait.
 
-    `max_chunk`: most tokens of a chunk; 0: any number. A cached prefix ends at a multiple of it. `cost`: of a token.
+    `cost`: of a token.
     """
     if not limits.chunked_prefill:
         return want if want <= left else 0
-    return min(want, max(left // cost, 1), limits.long_prefill_token_threshold or want, max_chunk or want)
+    return min(want, max(left // cost, 1), limits.long_prefill_token_threshold or want)
 
 
 def decode_first(rows: Int32, tokens: Int32, drafts: Int32 | None = None) -> TokenBudget:

@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import Limits
+from pagoda.common.engine.kv_cache.sizing import state_room
+from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.models.mixers.caches import StateCache
 
 Floats = npt.NDArray[np.float64]
 
@@ -115,7 +118,26 @@ class EnginePlan:
     """The limits of an engine, and the load that it serves within the target."""
 
     limits: Limits
+    layout: KvLayout
     memory: MemoryPlan  # memory plan of each device
     rate: float | None  # requests per second; None: the load is not timed, all requests arrive at once
     measures: LoadMeasures  # measures at that rate; with `rate` 0, of requests that come one at a time
     missed: Sequence[str] = ()  # latencies above the target, however low the rate
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the blocks of attention's caches hold; 0 for a model that has recurrent state only."""
+        numbers = [
+            number
+            for number, pool in zip(self.memory.num_blocks, self.layout.pools)
+            if not isinstance(pool.kind, StateCache)
+        ]
+        return (min(numbers) - 1) * self.limits.block_size if numbers else 0
+
+    @property
+    def states(self) -> tuple[int, int]:
+        """Bytes of a sequence's recurrent state, and the number of states that there is room for; 0, 0 without."""
+        memory = self.memory
+        if not self.layout.has_states:
+            return 0, 0
+        return state_room(self.layout, num_blocks=memory.num_blocks, block_bytes=memory.block_bytes)

@@ -81,6 +81,7 @@ class Row:
             return row
         limits = self.plan.limits
         memory = self.plan.memory
+        state_bytes, states = self.plan.states
         return row | {
             "devices_per_chip": self.devices_per_chip,
             "replicas": self.replicas,
@@ -91,7 +92,9 @@ class Row:
             "max_model_len": limits.max_model_len,
             "weight_bytes": memory.weights,
             "kv_cache_bytes": memory.kv_cache,
-            "kv_cache_tokens": (min(memory.num_blocks) - 1) * limits.block_size,
+            "kv_cache_tokens": self.plan.cache_tokens,
+            "recurrent_state_bytes": state_bytes,
+            "recurrent_states": states,
             "requests_per_second_per_replica": self.rate,
             "replica": self.measures.as_json(),
             "cluster": None if self.cluster is None else self.cluster.as_json(),
@@ -316,7 +319,6 @@ def _cells(
     latencies = measures.percentile if timed else measures.mean
     ttft, tpot = (f"{1e3 * latencies[name]:.0f} ms" for name in ("ttft", "tpot"))
     speeds = (*speed, ttft, tpot) if timed else (f"{measures.seconds:.2f}", *speed, tpot)
-    tokens = (min(memory.num_blocks) - 1) * limits.block_size
-    sizes = (f"{memory.weights / _GIB:.1f} GiB", f"{memory.kv_cache / _GIB:.1f} GiB", f"{tokens}")
+    sizes = (f"{memory.weights / _GIB:.1f} GiB", f"{memory.kv_cache / _GIB:.1f} GiB", f"{plan.cache_tokens}")
     batch = (f"{limits.max_num_seqs}", f"{limits.max_num_batched_tokens}")
     return (row.hardware, f"{row.tensor_parallel}", *counts, *price, *batch, *sizes, *speeds)

@@ -18,6 +18,7 @@ from fakes import (
     mixed_layout,
     pools_layout,
     scrambled,
+    snapshots_every,
     state_layout,
 )
 from hypothesis import HealthCheck, Phase, settings
@@ -28,6 +29,7 @@ from support.engines.scripted_masks import FINAL, SlowLibrary, add_masked, allow
 from support.suite.clock import Clock
 
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.cache import StateSnapshots
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.manager import KvManager
@@ -48,7 +50,7 @@ PROMPT = st.builds(
     st.lists(st.integers(5, 8), max_size=6),
 )
 REQUEST = st.builds(
-    lambda prompt, max_tokens, min_tokens, priority, salt, logprobs, prompt_logprobs: EngineRequest(
+    lambda prompt, max_tokens, min_tokens, priority, salt, unstable, logprobs, prompt_logprobs: EngineRequest(
         request_id="",
         prompt_token_ids=prompt,
         rules=SamplingRules(min_tokens=min_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
@@ -57,15 +59,29 @@ REQUEST = st.builds(
         eos_token_ids=frozenset({3}),
         priority=priority,
         cache_salt=salt,
+        stable_tokens=None if unstable is None else max(len(prompt) - unstable, 0),
     ),
     PROMPT,
     st.integers(1, 24),
     st.sampled_from([0, 0, 4]),
     st.integers(0, 2),
     st.sampled_from([None, None, None, "s"]),
+    st.sampled_from([None, None, 3, 9]),
     st.sampled_from([None, None, 0]),
     st.sampled_from([None, None, None, 0]),
 )
+
+
+SNAPSHOTS = [
+    snapshots_every(4),
+    snapshots_every(8),
+    StateSnapshots(interval=0, min_distance=4),
+    StateSnapshots(interval=0, min_distance=1),
+    StateSnapshots(interval=12, min_distance=8),
+    StateSnapshots(unit=8, interval=16, min_distance=2),
+    StateSnapshots(mode="none"),
+]
+"""Where recurrent state is kept."""
 
 
 VOCAB = 64
@@ -112,6 +128,7 @@ class Traffic(RuleBasedStateMachine):
         chunked=st.booleans(),
         threshold=st.sampled_from([0, 3]),
         caching=st.sampled_from([True, True, False]),
+        snapshots=st.sampled_from(SNAPSHOTS),
         policy=st.sampled_from(["fcfs", "priority"]),
         ahead=st.booleans(),
         extents=st.booleans(),
@@ -129,6 +146,7 @@ class Traffic(RuleBasedStateMachine):
         chunked,
         threshold,
         caching,
+        snapshots,
         policy,
         ahead,
         extents,
@@ -145,6 +163,7 @@ class Traffic(RuleBasedStateMachine):
             block_size=layout.block_size,
             chunked_prefill=chunked,
             prefix_caching=caching,
+            snapshots=snapshots,
             long_prefill_token_threshold=threshold if chunked else 0,
             policy=policy,
             async_scheduling=ahead,

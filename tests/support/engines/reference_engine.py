@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fakes import snapshots_every
 from support.engines.backend_options import make_options
 from support.engines.reference_driver import random_weights
 
@@ -11,7 +12,7 @@ from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.registry import load_backend
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
-from pagoda.common.engine.kv_cache.spec import SNAPSHOT_TOKENS, kv_layout
+from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.models.spec import ModelSpec
@@ -25,11 +26,13 @@ def engine(
     blocks: int | tuple[int, ...],
     *,
     limits: Limits = LIMITS,
-    snapshot_tokens: int = SNAPSHOT_TOKENS,
+    snapshot_tokens: int | None = None,
     name: str = "reference",
 ) -> EngineCore:
-    """`blocks`: of each pool; `name`: of the backend."""
-    layout = replace(kv_layout(spec, limits.block_size), snapshot_tokens=snapshot_tokens)
+    """`blocks`: of each pool; `snapshot_tokens`: where recurrent state is kept; `name`: of the backend."""
+    if snapshot_tokens is not None:
+        limits = replace(limits, snapshots=snapshots_every(snapshot_tokens))
+    layout = kv_layout(spec, limits.block_size)
     backend = load_backend(name).create(make_options(spec, limits=limits, layout=layout))
     backend.load(random_weights(spec))
     num_blocks = blocks if isinstance(blocks, tuple) else (blocks,) * len(layout.pools)

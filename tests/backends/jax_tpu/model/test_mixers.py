@@ -29,7 +29,7 @@ from pagoda.backends.jax_tpu.weights.formats import matrix_formats
 from pagoda.backends.reference import pooling as reference
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.common.config.engine import Limits
-from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.groups.cache import CacheConfig, StateSnapshots
 from pagoda.common.engine.messages import pooling_request
 from pagoda.common.engine.pooling.values import PoolingRules
 from pagoda.common.engine.steps.contract import StepPlan
@@ -83,7 +83,8 @@ def test_chunks_preemption_and_prefix_hits_give_the_naive_tokens(
     mixers: tuple[Mixer, ...], blocks: tuple[int, ...]
 ) -> None:
     spec = model(*mixers)
-    core = engine(spec, blocks, limits=LIMITS, snapshot_tokens=8, name="jax_tpu")
+    snapshots = StateSnapshots(interval=0, min_distance=8)
+    core = engine(spec, blocks, limits=replace(LIMITS, snapshots=snapshots), name="jax_tpu")
     expected = naive(spec, PROMPTS, 9)
     assert generate(core, PROMPTS, 9) == expected
     assert core.stats.preemptions > 0

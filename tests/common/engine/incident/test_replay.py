@@ -12,6 +12,7 @@ import pytest
 from fakes import FakeBackend, blocks_of, full_layout, hybrid_layout, mixed_layout, scrambled, state_layout
 
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.cache import StateSnapshots
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.incident import journal as journal_module
 from pagoda.common.engine.incident.files import read_snapshot, snapshot_of, write_snapshot
@@ -25,6 +26,7 @@ from pagoda.common.errors import RequestError
 
 def core_of(layout: KvLayout, blocks: int = 40, **settings: Any) -> EngineCore:
     defaults = {"max_model_len": 64, "max_num_batched_tokens": 24, "max_num_seqs": 5, "block_size": 4}
+    defaults["snapshots"] = StateSnapshots(interval=16, min_distance=4)
     backend = FakeBackend(layout, num_blocks=blocks_of(layout, blocks), next_token=scrambled)
     return generation_core(backend, layout, Limits(**(defaults | settings)), backend.num_blocks)
 
@@ -45,6 +47,7 @@ def run(core: EngineCore, steps: int, seed: int = 0) -> None:
             name = f"r{seed}-{step}-{number}"
             stops = frozenset(draw.sample(range(50), 4))
             more = {"stop_token_ids": stops, "max_tokens": draw.randint(1, 12), "owner": draw.choice("ab")}
+            more["stable_tokens"] = len(prompt) // 2 if step % 2 else None
             core.add_request(request(name, prompt, group=group, **more))
             live.append(name)
         if live and draw.random() < 0.1:
@@ -185,7 +188,7 @@ def test_files_are_private_and_few(tmp_path: Path) -> None:
     assert paths[-1].stat().st_mode & 0o777 == 0o600
     assert len(list(folder.iterdir())) == 16
     assert read_snapshot(paths[-1]).cause == "19"
-    for content, match in ((b"{}", "its format is None"), (b"x", "not an incident"), (b'{"format": 1}', "not an inc")):
+    for content, match in ((b"{}", "its format is None"), (b"x", "not an incident"), (b'{"format": 2}', "not an inc")):
         paths[-1].write_bytes(content)
         with pytest.raises(RequestError, match=match):
             read_snapshot(paths[-1])

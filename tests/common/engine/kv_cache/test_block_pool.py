@@ -87,6 +87,19 @@ def test_the_first_block_with_a_content_wins():
     assert take(pool, 3) == [2, 3, 1], "the duplicate is worth nothing"
 
 
+def test_a_forgotten_page_frees_its_block_for_the_next_one():
+    pool = BlockPool(9)
+    blocks = take(pool, 3)
+    cache(pool, blocks)
+    pool.release(blocks[:2])
+    for block in blocks:
+        pool.forget(KEY[block])
+    pool.forget(KEY[20])
+    pool.check_integrity()
+    assert [pool.lookup(KEY[block]) for block in blocks] == [None, None, 3], "one is in use"
+    assert pool.allocate() in blocks[:2]
+
+
 def test_forgetting_all_empties_the_cache_and_keeps_the_holders():
     pool = BlockPool(5)
     blocks = take(pool, 3)

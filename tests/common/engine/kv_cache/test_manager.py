@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes import blocks_of, full_layout, hybrid_layout, state_layout
+from fakes import blocks_of, full_layout, hybrid_layout, snapshots_every, state_layout
 from support.suite.rows import each_row
 
 from pagoda.common.engine.kv_cache.block_pool import BlockPool
@@ -37,6 +37,7 @@ def request(prompt: list[int] | int, max_tokens: int = 4, **settings) -> Request
 def admit(kv: KvManager, r: Request, row: int = 0, num_tokens: int | None = None) -> PrefixHit:
     hit = kv.find_prefix(r)
     r.row = row
+    kv.set_borders(r, hit)
     assert kv.admit(r, row, hit, num_tokens or len(r.prompt), headroom=0)
     kv.register(r, num_tokens or len(r.prompt))
     return hit
@@ -260,7 +261,7 @@ class TestWindow:
         kv.pools[0].allocate(4)
         kv.pools[0].allocate(6)
         hit = kv.find_prefix(request(20))
-        assert hit == PrefixHit(4, ([1], [5]), (0, 0))
+        assert hit == PrefixHit(4, 4, ([1], [5]), (0, 0))
 
     def test_a_hit_with_a_page_that_is_not_cached_is_an_error(self, monkeypatch: pytest.MonkeyPatch):
         kv = manager(hybrid_layout(window=6))
@@ -287,7 +288,7 @@ class TestWindow:
 
 
 def test_state_is_one_block_and_is_not_shared_without_a_snapshot():
-    kv = manager(state_layout(snapshot_tokens=64))
+    kv = manager(state_layout(), snapshots=snapshots_every(64))
     r = request(16)
     admit(kv, r)
     assert tables(r) == [[1], [1, 2, 3, 4]]
@@ -300,7 +301,7 @@ def test_state_is_one_block_and_is_not_shared_without_a_snapshot():
 class TestState:
     def start(self, num_states: int = 9) -> tuple[KvManager, Request]:
         """A request in row 0 with 8 tokens computed and a snapshot after them."""
-        kv = manager(state_layout(snapshot_tokens=8), (num_states, 33))
+        kv = manager(state_layout(), (num_states, 33), snapshots=snapshots_every(8))
         r = request(16)
         admit(kv, r, num_tokens=8)
         kv.snapshot(r, 8)
@@ -314,7 +315,7 @@ class TestState:
     def test_a_hit_copies_the_snapshot(self):
         kv, _ = self.start()
         assert self.copies(kv) == [[1, 2]]
-        assert kv.find_prefix(request(16)) == PrefixHit(8, ([], [1, 2]), (2, 0))
+        assert kv.find_prefix(request(16)) == PrefixHit(8, 8, ([], [1, 2]), (2, 0))
         admit(kv, request(16), row=1)
         assert self.copies(kv) == [[2, 3]]
         assert self.copies(kv) == []

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagoda.common.backend import MemoryPlan
 from pagoda.common.config.engine import Limits
+from pagoda.common.config.groups.cache import StateSnapshots
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.sizing import (
     longest_sequence,
@@ -18,9 +20,11 @@ from pagoda.common.engine.kv_cache.sizing import (
     max_concurrency,
     min_blocks,
     split_bytes,
+    state_room,
     stated_blocks,
 )
 from pagoda.common.engine.kv_cache.spec import KvLayout, layout_of
+from pagoda.common.engine.workload.capacity import EnginePlan, LoadMeasures
 from pagoda.common.models.mixers.caches import CacheSpec, FullCache, IndexCache, LatentCache, StateCache, WindowCache
 
 GIB = 1 << 30
@@ -128,6 +132,30 @@ def test_windows_get_their_blocks_and_full_attention_the_rest():
     # With one pool a block id had the bytes of 10 windows, and each sequence took 5 * 65 for its windows.
     shared = 60 * GIB // (2 * 10 * WindowCache(16, 256, 1024).block_elements(16))
     assert full // 16 > 1.5 * (shared // 16 - 5 * 65)
+
+
+def test_room_for_states_is_that_of_the_scarcest_pool():
+    layout = layout_of({StateCache(10): [0, 1, 2, 3], StateCache(7): [4], FullCache(1, 8): [5]}, 16)
+    assert state_room(layout, num_blocks=(9, 6, 99), block_bytes=(160, 28, 512)) == (188, 5)
+
+
+def test_a_plan_counts_tokens_and_states_apart():
+    layout = qwen3_next()
+    memory = MemoryPlan(0, 0, num_blocks=(31, 101), block_bytes=(7, 5))
+    measures = LoadMeasures({}, {}, 1.0, 1.0, 1.0, keeps_up=True)
+    plan = EnginePlan(limits=LIMITS, layout=layout, memory=memory, rate=None, measures=measures)
+    assert plan.cache_tokens == 1600
+    assert plan.states == (7, 30)
+
+
+def test_snapshots_get_blocks_beside_the_pages_of_a_cached_sequence():
+    layout = qwen3_next()
+    limits = replace(LIMITS, max_num_seqs=2)
+    states, pages = max_blocks(layout, limits)
+    assert (states, pages) == (1 + 2 * (1 + 32 + 2), 1 + 2 * 2048)
+    assert max_blocks(layout, replace(limits, prefix_caching=False))[0] == 1 + 2
+    sparse = replace(limits, snapshots=StateSnapshots(interval=0))
+    assert max_blocks(layout, sparse)[0] == 1 + 2 * 3
 
 
 def test_a_stated_number_is_that_of_every_pool_that_grows():

@@ -1,4 +1,4 @@
-"""Prefix caching of models with recurrent state: snapshots at page borders, copied by the plan."""
+"""Prefix caching of models with recurrent state: snapshots after whole pages, copied by the plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from fakes import FakeBackend, mixed_layout, scrambled, state_layout
+from fakes import FakeBackend, mixed_layout, scrambled, snapshots_every, state_layout
 from support.suite.rows import each_row
 
 from pagoda.common.config.engine import Limits
@@ -21,6 +21,7 @@ PROMPT = list(range(10, 31))  # 21 tokens
 
 def core(layout: KvLayout, num_blocks: int | tuple[int, ...] = 64, **settings) -> tuple[EngineCore, FakeBackend]:
     defaults = {"max_model_len": 64, "max_num_batched_tokens": 64, "max_num_seqs": 4, "block_size": 4}
+    defaults["snapshots"] = snapshots_every(8)
     backend = FakeBackend(layout, num_blocks=num_blocks, next_token=scrambled)
     return generation_core(backend, layout, Limits(**(defaults | settings)), backend.num_blocks), backend
 
@@ -49,9 +50,9 @@ def tokens(outputs: list[EngineOutput]) -> list[int]:
 
 
 @each_row("ahead", [False, True])
-@each_row(("layout", "cached"), [(state_layout(), 16), (mixed_layout(), 20)])
-def test_a_prefix_is_continued_from_the_last_snapshot(layout: KvLayout, cached: int, ahead: bool) -> None:
-    engine, _ = core(layout, async_scheduling=ahead)
+@each_row(("layout", "every", "cached"), [(state_layout(), 8, 16), (mixed_layout(), 4, 20)])
+def test_a_prefix_is_continued_from_the_last_snapshot(layout: KvLayout, every: int, cached: int, ahead: bool) -> None:
+    engine, _ = core(layout, async_scheduling=ahead, snapshots=snapshots_every(every))
     first = run(engine, a=PROMPT)["a"]
     second = run(engine, b=PROMPT)["b"]
     assert first[0].num_cached_tokens == 0
@@ -135,8 +136,7 @@ def test_a_preempted_request_continues_from_a_snapshot() -> None:
 
 def test_states_alone_are_cached_by_prefix() -> None:
     """A model without attention."""
-    layout = KvLayout(layout_of({StateCache(9): [0, 1]}, 4).groups, 4, 8)
-    engine, _ = core(layout, 9)
+    engine, _ = core(layout_of({StateCache(9): [0, 1]}, 4), 9)
     run(engine, a=PROMPT)
     outputs = run(engine, b=PROMPT)["b"]
     assert outputs[0].num_cached_tokens == 16

@@ -592,6 +592,14 @@ class TestSplitBudget:
     def test_a_threshold_cuts_chunks(self):
         assert self.split([9, 1, 2], 20, long_prefill_token_threshold=3) == {1: 1, 0: 3, 2: 2}
 
+    def test_chunks_end_at_borders(self):
+        batch = RunningBatch(2)
+        batch.token_cost[:] = 1
+        batch.computed[:], batch.total[:], batch.limit[:] = 7, 30, 50
+        batch.next_border[0] = 12
+        limits = Limits(max_model_len=64, max_num_batched_tokens=32, max_num_seqs=8, block_size=4)
+        assert split_budget(batch, np.arange(2, dtype=np.int32), limits).tokens.tolist() == [5, 23]
+
     @each_row(
         ("wants", "costs", "budget", "split"),
         [
