@@ -89,6 +89,7 @@ def test_a_client_works(client: ClientProgram, server_of: Callable[[str], str], 
     command = words(client)
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     own |= {"PAGODA_URL": server_of(client.server), "PAGODA_MODEL": "small", "PYTHONDONTWRITEBYTECODE": "1"}
+    own |= {"PYTHONPATH": str(HERE)}  # for checks.py and commands.py
     own |= {"PAGODA_NODE": str(Path(ENVIRONMENTS or "") / NODE), "PAGODA_VLLM": os.environ.get("PAGODA_VLLM", "vllm")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=7200, env=own)
     lines = [tuple(line.split(" ", 2)) for line in done.stdout.splitlines() if re.match("(PASS|TASK|FAIL) ", line)]
