@@ -114,7 +114,7 @@ BREADTH: Final = Set(
                 "backends/torch_decoder/drafters.py",
                 "backends/jax_tpu/drafters/*.py",
             ),
-            tests=("tests/backends/drafts/test_draft_steps.py",),
+            tests=("tests/backends/drafts/test_draft_steps.py", "tests/backends/drafts/test_device_drafts.py"),
         ),
         Target("http", ("server/http/*.py",)),
         Target("request fields", ("server/api/openai/**/*.py",)),

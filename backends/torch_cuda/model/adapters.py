@@ -166,11 +166,6 @@ class CudaAdapters:
         ranks += self._own_ranks.nbytes
         return self._ranks.nbytes + ranks + sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
 
-    @property
-    def has_head(self) -> bool:
-        """True if adapters change the logits of given hidden states."""
-        return _HEAD in self._stacks
-
     def clear(self) -> None:
         """Make all slots empty, whatever the memory holds."""
         self._resident.clear()

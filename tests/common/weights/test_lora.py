@@ -14,6 +14,7 @@ from support.checkpoints.adapters import llama_modules, save_adapter, write_adap
 from support.checkpoints.tiny_folder import CONFIG
 
 from pagoda.common.errors import ModelError
+from pagoda.common.models.primitives import Param
 from pagoda.common.models.registry import find, spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.lora.peft import BaseModel, read_adapter
@@ -231,4 +232,6 @@ def test_adaptable_matrices_and_the_size_of_a_slot() -> None:
     assert "head" not in params(spec)
     assert not any("norm" in name for name in matrices)
     assert slot_elements(matrices.values(), 8) == 8 * sum(sum(param.shape) for param in matrices.values())
+    stacked = Param(name="experts", shape=(4, 24, 32), axes="EFD")
+    assert slot_elements([stacked], 8) == 4 * 8 * (24 + 32)
     assert [rank_bucket(rank) for rank in (1, 2, 8, 9, 256, 257, 512)] == [1, 8, 8, 16, 256, 320, 512]

@@ -538,6 +538,15 @@ def test_schemes_of_single_layers_and_patterns() -> None:
     assert [rounds.scheme(name) for name in names] == [Int8((1, 8)), None, Int4((1, 8)), Int4((1, 8))]
 
 
+@pytest.mark.parametrize("cache", [{"kv_cache_quant_algo": "FP8"}, {}], ids=["FP8 cache", "16-bit cache"])
+def test_layers_of_modelopt_with_and_without_a_quantised_cache(cache: dict[str, str]) -> None:
+    config = config_of({"quant_method": "modelopt", "quant_algo": "FP8", **cache})
+    assert isinstance(config.scheme("a.q"), Float8)
+    assert config.fp8_cache is bool(cache)
+    if cache:  # the cache alone
+        assert config_of({"quant_method": "modelopt", "quant_algo": None, **cache}).scheme("a.q") is None
+
+
 def test_rows_that_are_not_whole_blocks_are_dequantised() -> None:
     """bitsandbytes counts blocks over the flat matrix: here of rows of 96."""
     config = config_of({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})

@@ -12,7 +12,7 @@ from support.engines.reference_driver import random_weights
 from support.kernels.paged_model import PagedModel
 
 from pagoda.backends.reference.execution import TokenSlots
-from pagoda.backends.reference.model.adapters import AdapterMatrices
+from pagoda.backends.reference.model.adapters import AdapterMatrices, SlotMatrices
 from pagoda.backends.reference.model.linear import linear
 from pagoda.backends.reference.model.numerics import Numerics, numerics
 from pagoda.common.models.mixers import GatedDelta, LatentAttention
@@ -176,3 +176,14 @@ def test_what_another_slot_holds_cannot_harm_a_token() -> None:
     with slots.active.of(TokenSlots(torch.tensor([0]))):
         torch.testing.assert_close(both[:1], layer(x[:1]))
     assert not both[1].isfinite().all()
+
+
+def test_adapters_of_16_bits_are_rounded_once() -> None:
+    rng = np.random.default_rng(0)
+    pair = LowRank(rng.standard_normal((2, 6)).astype(np.float32), rng.standard_normal((5, 2)).astype(np.float32))
+    options = replace(OPTIONS, dtype="bfloat16")
+    matrices = SlotMatrices([5], 6, options, numerics("float32"))
+    matrices.fill(1, [pair])
+    assert torch.equal(matrices.a[0, 1, :2], torch.from_numpy(pair.a).bfloat16().float())
+    assert torch.equal(matrices.b[0][:, 1, :2], torch.from_numpy(pair.b).bfloat16().float())
+    assert not torch.equal(matrices.a[0, 1, :2], torch.from_numpy(pair.a))
