@@ -131,7 +131,7 @@ class BlockPool:
 
     def clear_cache(self) -> None:
         """Empty the prefix cache. References are unchanged."""
-        for block in self._blocks.values():
+        for block in sorted(self._blocks.values()):  # an order that a restored pool has, too
             self._keys[block] = None
             self._released_at[block] = 0
             if not self._refs[block]:

@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from fakes import snapshots_every
 from support.engines.backend_options import make_options
 from support.engines.reference_driver import random_weights, tiny_spec
 from support.engines.reference_engine import LIMITS, engine, generate, greedy_request
@@ -17,7 +18,7 @@ from pagoda.backends.reference.memory import allocate, copy_states
 from pagoda.backends.reference.model.naive.model import NaiveModel
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_decoder.mixers.gated_delta import CHUNK, chunked_rule, recurrent_rule
-from pagoda.common.config.groups.cache import CacheConfig
+from pagoda.common.config.groups.cache import CacheConfig, StateSnapshots
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, kv_layout
 from pagoda.common.models.mixers import Attention, GatedDelta, Mixer
 from pagoda.common.models.mixers.caches import FullCache, StateCache
@@ -37,6 +38,11 @@ def model(*mixers: Mixer) -> ModelSpec:
 
 SPEC = model(DELTA, GATED, DELTA)
 STATES_ONLY = model(DELTA, DELTA)
+SNAPSHOTS = [
+    snapshots_every(4),
+    StateSnapshots(interval=0, min_distance=4),
+    StateSnapshots(interval=12, min_distance=8),
+]
 PROMPTS = [PROMPT + [(7 * i + j * j) % 96 for j in range(3 + 4 * i)] for i in range(6)]
 
 
@@ -167,7 +173,7 @@ def test_random_traffic_gives_the_naive_models_tokens(backend: str, seed: int, m
     stem = [random.randrange(96) for _ in range(40)]
     prompts = [stem[: random.randrange(1, 40)] + [random.randrange(96) for _ in range(3)] for _ in range(12)]
     blocks = random.choice([8, 12, 30]), 26
-    core = engine(SPEC, blocks, snapshot_tokens=random.choice([4, 8, 12]), name=backend)
+    core = engine(SPEC, blocks, limits=replace(LIMITS, snapshots=random.choice(SNAPSHOTS)), name=backend)
     waiting, answers, ended = dict(enumerate(prompts)), {str(index): [] for index in range(12)}, set[str]()
     while waiting or core.has_work:
         if waiting and random.random() < 0.6:

@@ -47,7 +47,7 @@ def run(core: EngineCore, steps: int, seed: int = 0) -> None:
             name = f"r{seed}-{step}-{number}"
             stops = frozenset(draw.sample(range(50), 4))
             more = {"stop_token_ids": stops, "max_tokens": draw.randint(1, 12), "owner": draw.choice("ab")}
-            more["stable_tokens"] = len(prompt) // 2 if step % 2 else None
+            more["stable_tokens"] = draw.choice([None, len(prompt) // 2])
             core.add_request(request(name, prompt, group=group, **more))
             live.append(name)
         if live and draw.random() < 0.1:
