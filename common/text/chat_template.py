@@ -321,7 +321,7 @@ def _roles_with_text(template: str) -> frozenset[str]:
     """
     mark = _END_MARK.strip()
     arguments = {"name": "a", "arguments": {}}
-    call = {"id": "call12345", "type": "function", "function": arguments}  # Mistral's templates want nine characters.
+    call = {"id": "call12345", "type": "function", "function": arguments}  # Some templates want nine characters.
     question = {"role": "user", "content": [{"type": "text", "text": "q"}]}
     result = {"role": "tool", "tool_call_id": call["id"], "name": "a", "content": mark}
     conversations: dict[str, list[dict[str, Any]]] = {

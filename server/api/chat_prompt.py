@@ -20,9 +20,9 @@ from pagoda.common.errors import PromptTooLongError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagoda.common.text.chat_template import Messages, RenderedChat, render_chat, render_literal, template_of
 from pagoda.common.text.tokenizer import Tokenizer
-from pagoda.server.http.answer_formats import NOT_SHOWN
 from pagoda.server.http.body import Ignored, split_path
 from pagoda.server.http.state import ServerState
+from pagoda.server.parsers.answer_formats import NOT_SHOWN
 from pagoda.server.parsers.output_parser import OutputParser
 from pagoda.server.parsers.parser import (
     AdaptsConversation,
@@ -75,6 +75,11 @@ class Conversation:
     template: str | None = None  # Overrides the model's, with --trust-request-chat-template.
     keywords: Mapping[str, Any] = field(default_factory=dict)  # Variables of the template.
     cache_salt: str | None = None
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether the chat template opens the assistant's message."""
+        return self.add_generation_prompt and not self.continue_final_message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +243,7 @@ def _render_now(
         rendered = RenderedChat(render_text(conversation.messages, conversation.documents))
     else:
         rendered = render_literal(tokenizer, conversation.messages, conversation.documents, render_text)
-    if not (state.engine.info.keeps_states and conversation.add_generation_prompt):
+    if not (state.engine.info.keeps_states and conversation.opens_answer):
         return rendered
     without = replace(conversation, add_generation_prompt=False)
     try:
@@ -291,7 +296,7 @@ def _render_messages(
         messages,
         template=_template_of(tokenizer, conversation, state),
         renderer=partial(state.engine.templates.render, lane=lane),
-        add_generation_prompt=conversation.add_generation_prompt,
+        add_generation_prompt=conversation.opens_answer,
         continue_final_message=conversation.continue_final_message,
         tools=tools,
         documents=documents,
@@ -317,7 +322,7 @@ def _lane(conversation: Conversation) -> Lane:
 
 def _template_of(tokenizer: Tokenizer, conversation: Conversation, state: ServerState) -> str | None:
     tools = bool(_shown_tools(state, conversation))
-    source = conversation.template or (state.formats.tools_template if tools else None) or state.chat_template
+    source = conversation.template or (state.formats.tools_template if tools else None) or state.given_template
     return template_of(tokenizer, source, with_tools=tools)
 
 

@@ -29,13 +29,13 @@ from pagoda.server.async_llm import AsyncLLM
 from pagoda.server.core_client.client import QueueLimits
 from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.http.adapters import ServedAdapters
-from pagoda.server.http.answer_formats import AnswerFormats, answer_formats
 from pagoda.server.http.body import BodyT, read_body
 from pagoda.server.http.errors import ModelNotFoundError, UnavailableError
 from pagoda.server.http.peers import ApiPeers, PeerReport
 from pagoda.server.http.stores.conversations import ConversationStore
 from pagoda.server.http.stores.files import FileStore
 from pagoda.server.http.stores.responses import ResponseStore
+from pagoda.server.parsers.answer_formats import AnswerFormats, answer_formats
 from pagoda.server.parsers.parser import DelimiterSet
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class ServerState:
         self.config = config
         self.metrics = metrics
         self.created = int(time.time())
-        self.chat_template = read_chat_template(config.chat_template)
+        self.given_template = read_chat_template(config.chat_template)
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
         share = key_share(llm.config.scheduler, len(set(config.api_key)))
         self.files = FileStore(config.files_dir, config.max_stored_files, config.max_stored_file_bytes, share)
@@ -136,8 +136,9 @@ class ServerState:
     def formats(self) -> AnswerFormats:
         """How the model writes tool calls and reasoning. Found at the start, see `wait_until_ready`."""
         llm = self._llm
-        structured = llm.config.structured_outputs
-        return answer_formats(self.config, structured, llm.info.answers, self.tokenizer(), llm.templates)
+        return answer_formats(
+            self.config, llm.config, self.given_template, llm.info.answers, self.tokenizer(), llm.templates
+        )
 
     @cached_property
     def special_texts(self) -> frozenset[str]:
@@ -202,7 +203,7 @@ class ServerState:
         info = await self._llm.wait_until_ready()
         tokenizer = self.tokenizer()
         if tokenizer is not None:
-            await asyncio.to_thread(self._llm.templates.start, self.chat_template or tokenizer.chat_template)
+            await asyncio.to_thread(self._llm.templates.start, self.given_template or tokenizer.chat_template)
         formats = await asyncio.to_thread(lambda: self.formats)
         self._llm.read_reasoning_as(formats.reasoning)
         if self.peers is None or self.peers.index == 0:

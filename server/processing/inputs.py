@@ -448,7 +448,7 @@ class InputProcessor:
                 f"This model's maximum context length is {limit} tokens, but the prompt is too long: {count} tokens"
                 f"{output}; shorten it to {longest} or set truncate_prompt_tokens",
                 num_tokens=count,
-                max_tokens=longest,
+                limit=longest,
             )
 
     def _check_prompt(self, prompt: Prompt) -> None:
@@ -621,7 +621,7 @@ def _check_encoder_count(limit: int, count: int) -> None:
             f"This model's maximum context length is {limit} tokens for the encoder, but the prompt is too long: "
             f"{count} tokens; shorten it to {limit} or set truncate_prompt_tokens",
             num_tokens=count,
-            max_tokens=limit,
+            limit=limit,
         )
 
 

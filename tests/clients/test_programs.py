@@ -48,12 +48,12 @@ CLIENT_PROGRAMS = (
     ClientProgram("run_guidellm.py", "guidellm", ("guidellm",)),
     ClientProgram("run_node.mjs", NODE, ("openai", "ai")),
     ClientProgram(
-        "run_agents.py",
+        "agents/run_agents.py",
         NODE,
         ("@openai/codex", "opencode-ai", "@qwen-code/qwen-code", "@anthropic-ai/claude-code"),
         "long",
     ),
-    ClientProgram("run_agent_loops.py", NODE, (), "loops"),
+    ClientProgram("agents/run_agent_loops.py", NODE, (), "loops"),
     ClientProgram("run_vllm_bench.py", "vllm", ()),
 )
 
@@ -106,10 +106,11 @@ def test_a_client_works(
 
 @pytest.mark.parametrize("client", CLIENT_PROGRAMS, ids=lambda client: client.file)
 def test_the_guide_lists_the_version_of_a_client(client: ClientProgram) -> None:
-    assert f"`{client.file}`" in GUIDE
+    assert f"`{Path(client.file).name}`" in GUIDE
     for package in client.packages:
         assert f"`{package}` {versions(client.environment)[package]}" in GUIDE
 
 
 def test_every_program_is_run() -> None:
-    assert {path.name for path in PROGRAMS.glob("run_*")} == {client.file for client in CLIENT_PROGRAMS}
+    programs = {path.relative_to(PROGRAMS).as_posix() for path in PROGRAMS.rglob("run_*")}
+    assert programs == {client.file for client in CLIENT_PROGRAMS}

@@ -150,7 +150,7 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
         "model_max_length": state.llm().max_model_len,
         "vocab_size": tokenizer.vocab_size,
         **tokenizer.special_tokens,
-        "chat_template": state.chat_template if state.chat_template is not None else tokenizer.chat_template,
+        "chat_template": state.given_template if state.given_template is not None else tokenizer.chat_template,
         "added_tokens_decoder": {
             str(token_id): {"content": token.content, "special": token.special}
             for token_id, token in sorted(tokenizer.backend.get_added_tokens_decoder().items())

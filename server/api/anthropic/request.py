@@ -390,7 +390,6 @@ class AnthropicCountTokensRequest(RequestBody):
             tool_choice=choice,
             parallel_tool_calls=parallel,
             reasoning_effort=self._effort(),
-            add_generation_prompt=not continues_last,
             continue_final_message=continues_last,
             keywords=self._keywords(),
         )

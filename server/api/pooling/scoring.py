@@ -176,7 +176,7 @@ async def _scores(
     """Return the shared response fields and a score per pair. Raise RequestError."""
     queries, documents = sides
     pairs = Pairs(call.inputs, queries, documents, fields)
-    options = body.options(call.state.chat_template if pairs.task == "score" else None)
+    options = body.options(call.state.given_template if pairs.task == "score" else None)
     params = PoolingParams(task=pairs.task, use_activation=body.use_activation)
     characters = sum(len(text) for side in sides for text in side)
     outputs = await call.run(params, lambda: pairs.prompts(options), characters)

@@ -127,30 +127,32 @@ def check(args: argparse.Namespace) -> tuple[ResolvedSettings, Resolved]:
     from pagoda.server.startup.engine import check_engine
 
     settings, engine_config, config = _prepared(args)
+    given_template = None
     if config.headless:
         check_folder(engine_config.runtime)
     else:
         bind(config).close()
         _remove_socket(config)
         check_start(engine_config, in_process=config.disable_frontend_multiprocessing)
-        application(AsyncLLM(engine_config, wait=False, client=NoEngine()), config)
+        _, state = application(AsyncLLM(engine_config, wait=False, client=NoEngine()), config)
+        given_template = state.given_template
     resolved = check_engine(engine_processes(engine_config)[0].config, "server", settings.sources)
-    return settings, replace(resolved, derived=(*resolved.derived, *_format_rows(resolved, config)))
+    return settings, replace(resolved, derived=(*resolved.derived, *_format_rows(resolved, config, given_template)))
 
 
-def _format_rows(resolved: Resolved, config: ServerConfig) -> tuple[ResolvedRow, ...]:
+def _format_rows(resolved: Resolved, config: ServerConfig, given_template: str | None) -> tuple[ResolvedRow, ...]:
     """Return the rows of the formats that are found from the chat template."""
     from pagoda.common.models.family import AnswerFormat
-    from pagoda.server.http.answer_formats import answer_formats
+    from pagoda.server.parsers.answer_formats import answer_formats
     from pagoda.server.processing.workers.worker import TemplateRenderer
     from pagoda.server.settings.tokenizer import open_tokenizer
 
     if config.headless or resolved.pooling is not None:
         return ()
     hints = AnswerFormat() if resolved.family is None else resolved.family.answers
-    structured = resolved.config.structured_outputs
+    tokenizer = open_tokenizer(resolved.config)
     with contextlib.closing(TemplateRenderer()) as renderer:
-        return answer_formats(config, structured, hints, open_tokenizer(resolved.config), renderer).rows
+        return answer_formats(config, resolved.config, given_template, hints, tokenizer, renderer).rows
 
 
 def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig, ServerConfig]:

@@ -16,9 +16,9 @@ from pagoda.common.config.groups.structured_outputs import StructuredOutputsConf
 from pagoda.common.engine.structured_output.grammar import closes_safely
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
-from pagoda.server.http import answer_formats
 from pagoda.server.http.body import parse
 from pagoda.server.http.fields import StructuredFields
+from pagoda.server.parsers import answer_formats
 from pagoda.server.parsers.registry import reasoning_format
 from pagoda.server.processing import inputs
 from pagoda.server.processing.inputs import OutputConstraints, grammar_of

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Final
 
 from pagoda.common.config.defaults import ResolvedRow
+from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.server import ServerConfig
-from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.models.family import AnswerFormat
-from pagoda.common.text.chat_template import built_in_template, read_chat_template, template_of
+from pagoda.common.text.chat_template import built_in_template, template_of
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.parsers.detection import Probe, reasoning_of, tools_of
 from pagoda.server.parsers.parser import ReasoningFormat, ToolFormat
@@ -53,15 +53,20 @@ class AnswerFormats:
 
 def answer_formats(
     config: ServerConfig,
-    structured: StructuredOutputsConfig,
+    engine: EngineConfig,
+    given: str | None,
     hints: AnswerFormat,
     tokenizer: Tokenizer | None,
     renderer: TemplateRenderer,
 ) -> AnswerFormats:
-    """Return the formats of a model. `hints`: of its family. Renders some conversations. Raises ConfigError."""
-    template = _ToolTemplate.of(config, tokenizer, renderer)
+    """Return the formats of a model. Renders some conversations. Raises ConfigError.
+
+    `given`: the template that stands in for the model's; `hints`: the formats of the model's family.
+    """
+    structured = engine.structured_outputs
+    template = _ToolTemplate.of(given, tokenizer, renderer)
     tools, why_tools = _tools(config, hints, template)
-    reasoning, why_reasoning = _reasoning(structured, hints, template)
+    reasoning, why_reasoning = _reasoning(structured.reasoning_parser, hints, template)
     return AnswerFormats(
         tools=tool_format(tools, config.tool_parser_plugin, tokenizer) if tools else None,
         may_choose=config.enable_auto_tool_choice or (bool(tools) and config.tool_call_parser in (None, AUTO)),
@@ -88,7 +93,7 @@ class _ToolTemplate:
     built_in: str | None = None  # the template that stands in for one that shows no tools
 
     @classmethod
-    def of(cls, config: ServerConfig, tokenizer: Tokenizer | None, renderer: TemplateRenderer) -> _ToolTemplate:
+    def of(cls, given: str | None, tokenizer: Tokenizer | None, renderer: TemplateRenderer) -> _ToolTemplate:
         if tokenizer is None:
             return cls(plain=None, with_tools=None)
 
@@ -96,7 +101,6 @@ class _ToolTemplate:
             special = tokenizer.special_tokens
             return Probe.of(source, partial(renderer.render, source, lane="short", special_tokens=special))
 
-        given = read_chat_template(config.chat_template)
         source = template_of(tokenizer, given, with_tools=False)
         for_tools = template_of(tokenizer, given, with_tools=True)
         if source is None or for_tools is None:
@@ -133,9 +137,8 @@ def _tools(config: ServerConfig, hints: AnswerFormat, template: _ToolTemplate) -
     return name, _BY_TEMPLATE if name else "the chat template shows no calls in a known format"
 
 
-def _reasoning(structured: StructuredOutputsConfig, hints: AnswerFormat, template: _ToolTemplate) -> tuple[str, str]:
+def _reasoning(given: str, hints: AnswerFormat, template: _ToolTemplate) -> tuple[str, str]:
     """Return the name of the format of reasoning, "" for none, and why unless a flag names it."""
-    given = structured.reasoning_parser
     if given not in ("", AUTO):
         return ("" if given == NONE else given), ""
     if hints.fixed:
