@@ -34,15 +34,15 @@ class RequestError(PagodaError, ValueError):
 
 class PromptTooLongError(RequestError):
     """A prompt that exceeds the context. `num_tokens`: its length, which is estimated if it was not tokenised whole;
-    `max_tokens`: how many tokens it may have."""
+    `limit`: how many tokens it may have."""
 
-    def __init__(self, field: str, message: str, *, num_tokens: int, max_tokens: int) -> None:
+    def __init__(self, field: str, message: str, *, num_tokens: int, limit: int) -> None:
         super().__init__(field, message)
         self.num_tokens = num_tokens
-        self.max_tokens = max_tokens
+        self.limit = limit
 
     def renamed(self, field: str, message: str) -> RequestError:
-        return PromptTooLongError(field, message, num_tokens=self.num_tokens, max_tokens=self.max_tokens)
+        return PromptTooLongError(field, message, num_tokens=self.num_tokens, limit=self.limit)
 
 
 class ConfigError(PagodaError, ValueError):

@@ -524,7 +524,7 @@ def pre_truncate(
                 "prompt",
                 f"the prompt is too long: {size} of its {len(text)} characters are {counted} tokens; shorten it",
                 num_tokens=max(len(text) // _USUAL_CHARS_PER_TOKEN, tokens + 1),
-                max_tokens=tokens,
+                limit=tokens,
             )
         chunk = text[size : size + CHUNK_CHARS] if side == "right" else text[-size - CHUNK_CHARS : len(text) - size]
         counted += max(count(chunk) - _SEAM_TOKENS, 0)
@@ -554,7 +554,7 @@ def _too_long(limit: int, estimate: int, why: str) -> PromptTooLongError:
         f"This model's maximum context length is {limit} tokens, but the prompt is too long: {why}; "
         f"shorten it to {limit - 1} tokens or set truncate_prompt_tokens",
         num_tokens=max(estimate, limit + 1),
-        max_tokens=limit - 1,
+        limit=limit - 1,
     )
 
 

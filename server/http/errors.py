@@ -77,8 +77,8 @@ def http_error(error: BaseException) -> HttpError:
     match error:
         case HttpError():
             return error
-        case PromptTooLongError(num_tokens=num_tokens, max_tokens=max_tokens):
-            text = f"prompt is too long: {num_tokens} tokens > {max_tokens} maximum"
+        case PromptTooLongError(num_tokens=num_tokens, limit=limit):
+            text = f"prompt is too long: {num_tokens} tokens > {limit} maximum"
             return HttpError(400, str(error), error.field or None, "context_length_exceeded", messages_text=text)
         case RequestError():
             return HttpError(400, str(error), error.field or None)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from hashlib import sha256
 from typing import Any, Final, Literal, TypeGuard, get_args
 
 from pagoda.common.config.groups.model import ModelConfig
@@ -127,6 +128,20 @@ class RequestOrigin:
     owner: str = ""  # A digest of the API key that sent it; "": the server has no keys.
     group: str = ""  # Id that all its prompts share; "": it has one prompt.
     prompts: int = 1
+    cache_key: str = ""  # See `cache_key_of`.
+
+
+_CACHE_KEY_DIGITS: Final = 16
+
+
+def cache_key_of(hint: str | None, owner: str = "") -> str:
+    """Return the digest of what a client names a conversation or a user by; "" without a name.
+
+    Requests with the same one share prefixes. Of two owners none is the same.
+    """
+    if not hint:
+        return ""
+    return sha256(f"{owner}\0{hint}".encode("utf-8", "surrogatepass")).hexdigest()[:_CACHE_KEY_DIGITS]
 
 
 ALONE: Final = RequestOrigin()
@@ -447,7 +462,7 @@ class InputProcessor:
                 f"This model's maximum context length is {limit} tokens, but the prompt is too long: {count} tokens"
                 f"{output}; shorten it to {longest} or set truncate_prompt_tokens",
                 num_tokens=count,
-                max_tokens=longest,
+                limit=longest,
             )
 
     def _check_prompt(self, prompt: Prompt) -> None:
@@ -554,6 +569,7 @@ class InputProcessor:
                 adapter=adapter,
                 owner=origin.owner,
                 group=origin.group or (request_id if params.n > 1 else ""),
+                cache_key=origin.cache_key,
             )
             for index, child_id in enumerate(ids)
         ]
@@ -619,7 +635,7 @@ def _check_encoder_count(limit: int, count: int) -> None:
             f"This model's maximum context length is {limit} tokens for the encoder, but the prompt is too long: "
             f"{count} tokens; shorten it to {limit} or set truncate_prompt_tokens",
             num_tokens=count,
-            max_tokens=limit,
+            limit=limit,
         )
 
 

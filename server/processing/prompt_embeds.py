@@ -74,7 +74,7 @@ def from_array(values: Any, info: EngineInfo, keep: int | None = None) -> Prompt
             f"{FIELD} has {len(array)} rows, but the context is {info.limits.max_model_len} tokens and the answer "
             f"needs at least 1; shorten it to {longest} or set truncate_prompt_tokens",
             num_tokens=len(array),
-            max_tokens=longest,
+            limit=longest,
         )
     return PromptEmbeds(len(array), _as_bytes(array, info.dtype))
 

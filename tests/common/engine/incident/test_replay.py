@@ -185,7 +185,7 @@ def test_files_are_private_and_few(tmp_path: Path) -> None:
     assert paths[-1].stat().st_mode & 0o777 == 0o600
     assert len(list(folder.iterdir())) == 16
     assert read_snapshot(paths[-1]).cause == "19"
-    for content, match in ((b"{}", "its format is None"), (b"x", "not an incident"), (b'{"format": 1}', "not an inc")):
+    for content, match in ((b"{}", "its format is None"), (b"x", "not an incident"), (b'{"format": 2}', "not an inc")):
         paths[-1].write_bytes(content)
         with pytest.raises(RequestError, match=match):
             read_snapshot(paths[-1])
