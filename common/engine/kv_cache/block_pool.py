@@ -14,6 +14,7 @@ backends read consecutive blocks without a copy. Block 0 is the null block and i
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -80,8 +81,9 @@ class BlockPool:
         self._is_reserved = bytearray(num_blocks)
         self._released_at = array("q", bytes(8 * num_blocks))
         self._clock = 0
-        self._keepers: dict[int, str] = {}  # Those kept first come first, as in each entry of _kept_by.
-        self._kept_by: dict[str, dict[int, None]] = {}
+        # Pages that were kept first come first. The first entry of a dict is not found in constant time.
+        self._keepers: OrderedDict[int, str] = OrderedDict()
+        self._kept_by: dict[str, OrderedDict[int, None]] = {}
         self._keep_until: dict[int, int] = {}
         self._evictions = 0
         self._refs[NULL_BLOCK] = 1
@@ -133,9 +135,10 @@ class BlockPool:
                 self.num_free += 1
                 if self._keys[block] is None:
                     self._released_at[block] = 0
+                elif block in self._keepers:
+                    self._released_at[block] = self._clock + _KEPT_IS_YOUNGER
                 else:
-                    is_kept = block in self._keepers
-                    self._released_at[block] = self._clock + _KEPT_IS_YOUNGER if is_kept else self._clock
+                    self._released_at[block] = self._clock
                 self._link_free(block)
 
     # --- the prefix cache ---
@@ -158,11 +161,17 @@ class BlockPool:
         """
         limit = self.num_blocks // KEPT_OF_KEY_DIVISOR
         pages = [block for block in blocks if self._keys[block] is not None]
+        keepers = self._keepers
+        own = self._kept_by.pop(key, None) or OrderedDict()
         for block in reversed(pages[:limit]):
-            self._drop_keeper(block)
-            self._keepers[block] = key
-            self._kept_by.setdefault(key, {})[block] = None
-        own = self._kept_by.get(key, {})
+            if block in own:
+                del own[block], keepers[block]
+            elif block in keepers:
+                self._drop_keeper(block)
+            own[block] = None
+            keepers[block] = key
+        if own:
+            self._kept_by[key] = own
         while len(own) > limit:
             self._release_kept(next(iter(own)))
         while len(self._keepers) > self.num_blocks // KEPT_DIVISOR:
@@ -237,9 +246,10 @@ class BlockPool:
         block = self._next[self._empty]
         if block != self._empty:
             return block
-        block = self._next[self._kept]
-        if block != self._kept and self._keep_until[block] <= self._evictions:
-            return block
+        if self._keepers:
+            block = self._next[self._kept]
+            if block != self._kept and self._keep_until[block] <= self._evictions:
+                return block
         for head in (self._cached, self._kept, self._reserved):
             block = self._next[head]
             if block != head:
@@ -277,13 +287,12 @@ class BlockPool:
             self._keys[block] = None
             self._released_at[block] = 0
             self._evictions += 1
-            self._drop_keeper(block)
+            if block in self._keepers:
+                self._drop_keeper(block)
 
     def _drop_keeper(self, block: int) -> None:
-        """Let no key keep the block's page. A block in KEPT must be moved to another list."""
-        key = self._keepers.pop(block, None)
-        if key is None:
-            return
+        """Let no key keep the page of a block that is kept. A block in KEPT must be moved to another list."""
+        key = self._keepers.pop(block)
         self._keep_until.pop(block, None)
         own = self._kept_by[key]
         del own[block]
@@ -327,12 +336,12 @@ class BlockPool:
         self._is_reserved = bytearray(state.reserved)
         self._released_at = array("q", state.released_at)
         self._blocks = {key: block for block, key in enumerate(self._keys) if key is not None}
-        self._keepers = dict(state.keepers)
+        self._keepers = OrderedDict(state.keepers)
         self._keep_until = dict(state.keep_until)
         self._evictions = state.evictions
         self._kept_by = {}
         for block, keeper in self._keepers.items():
-            self._kept_by.setdefault(keeper, {})[block] = None
+            self._kept_by.setdefault(keeper, OrderedDict())[block] = None
 
     # --- self-check ---
 

@@ -334,3 +334,20 @@ def test_kept_pages_are_in_the_state_and_forgotten_with_the_cache():
     pool.clear_cache()
     pool.check_integrity()
     assert pool.state().keepers == {}
+
+
+def test_runs_are_made_of_kept_pages_last():
+    pool = BlockPool(33, extents=True)
+    blocks = take(pool, 32)
+    cache(pool, blocks)
+    pool.keep(blocks[3:7], "a")
+    pool.release(blocks[3:7])
+    pool.release([*blocks[:3], *blocks[7:]])
+    run = pool.reserve(4, 4)
+    assert run == range(8, 12), "not the pages that were released first"
+    pool.unreserve(run)
+    pool.share(blocks[11:15])
+    pool.keep(blocks[11:15], "a")
+    pool.release(blocks[11:15])
+    pool.check_integrity()
+    assert pool.reserve(4, 4) == range(4, 8), "they are not kept any more"

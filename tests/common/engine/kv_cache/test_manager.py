@@ -530,3 +530,11 @@ def test_pages_of_a_request_with_a_cache_key_outlive_others():
         kv.free(other, 0)
     assert kv.find_prefix(request([0] * 16)).num_tokens == 0
     assert kv.find_prefix(request([1] * 16)).num_tokens == 12
+
+
+def test_snapshots_of_a_request_with_a_cache_key_are_kept():
+    kv = manager(state_layout())
+    r = request(kv.snapshot_tokens, cache_key="key")
+    admit(kv, r)
+    kv.snapshot(r, kv.snapshot_tokens)
+    assert ["key"] in [list(pool.state().keepers.values()) for pool in kv.pools]
