@@ -191,6 +191,7 @@ BOUNDS: Final[Mapping[str, Bound]] = {
             *("call_id", "completion_window", "conversation", "endpoint", "execution", "id", "input_file_id"),
             *("input_type", "lora_name", "lora_path", "media_type", "model", "name", "namespace"),
             *("previous_response_id", "prompt_cache_key", "role", "safety_identifier", "server_label"),
+            "session_id",
             *("service_tier", "status", "syntax", "task", "tool_name", "tool_use_id", "type", "user", "user_id"),
             "working_directory",
         ),

@@ -68,6 +68,7 @@ from pagoda.server.processing.inputs import (
     PromptType,
     RequestOrigin,
     TextOptions,
+    cache_key_of,
     check_extras,
     max_prompt_tokens,
     text_options,
@@ -407,6 +408,7 @@ class AsyncLLM(EngineViews):
             adapter=adapter,
             lora_request=lora_request,
             trace_headers=trace_headers,
+            origin=RequestOrigin(cache_key=cache_key_of(session_id)),
         )
 
     async def submit(

@@ -33,6 +33,8 @@ from pagoda.server.processing.inputs import (
     InputProcessor,
     PreparedRequest,
     PromptType,
+    RequestOrigin,
+    cache_key_of,
     check_extras,
     max_prompt_tokens,
     text_options,
@@ -169,7 +171,14 @@ class LLMEngine(EngineViews):
         adapter = self.adapters.adapter(lora_request)
         prompt = with_text(prompt, prompt_text)
         prepared = self.inputs.prepare(
-            request_id, prompt, params, priority, text=text, arrival_time=arrival_time, adapter=adapter
+            request_id,
+            prompt,
+            params,
+            priority,
+            text=text,
+            arrival_time=arrival_time,
+            adapter=adapter,
+            origin=RequestOrigin(cache_key=cache_key_of(session_id)),
         )
         prepared = replace(prepared, lora_request=lora_request)
         if self._tracer is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from typing import Final
 
 import msgspec
@@ -38,6 +40,14 @@ AFFINITY_DIVISOR: Final = 4
 least loaded one."""
 
 
+def key_affinity(cache_key: str, replica: int) -> bytes:
+    """Return the weight of a replica for a cache key, of which the highest is chosen (rendezvous hashing).
+
+    All processes agree without a table, and when a replica is missing only its own keys move.
+    """
+    return sha256(f"{cache_key}/{replica}".encode()).digest()
+
+
 @dataclass(frozen=True, slots=True)
 class EngineShard:
     """One copy of the model."""
@@ -64,12 +74,15 @@ class ShardedScheduler:
         self._shard_of[request.request_id] = shard
 
     def _choose(self, request: EngineRequest) -> EngineShard:
-        """Return the shard with the longest cached prefix among those with low load; ties go to the least loaded."""
-        probe = Request.of(request, limit=0, rank=())
-        cached = [shard.kv.find_prefix(probe).num_tokens for shard in self.shards]
+        """Return the request's shard among those with low load: that of its cache key, or else the one with the longest
+        cached prefix; ties go to the least loaded."""
         loads = [shard.scheduler.num_unfinished for shard in self.shards]
         max_load = min(loads) + 1 + min(loads) // AFFINITY_DIVISOR
         candidates = [index for index, load in enumerate(loads) if load <= max_load]
+        if request.cache_key:
+            return self.shards[max(candidates, key=partial(key_affinity, request.cache_key))]
+        probe = Request.of(request, limit=0, rank=())
+        cached = [shard.kv.find_prefix(probe).num_tokens for shard in self.shards]
         return self.shards[max(candidates, key=lambda index: (cached[index], -loads[index]))]
 
     def fail(self, request_ids: Iterable[str], error: RequestError) -> list[EngineOutput]:

@@ -47,6 +47,7 @@ class EngineRequest:
     adapter: Adapter | None = None  # the LoRA adapter that the sequence is computed with
     owner: str = ""  # the key that sent it, or rather a digest; rows are divided fairly between keys
     group: str = ""  # the caller's request that it belongs to, likewise; "": it is alone
+    cache_key: str = ""  # a digest of what the caller says that shares prefixes: a conversation, a user; "": nothing
 
 
 def pooling_request(

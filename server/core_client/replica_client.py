@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
 import msgspec
 
-from pagoda.common.engine.data_parallel import AFFINITY_DIVISOR
+from pagoda.common.engine.data_parallel import AFFINITY_DIVISOR, key_affinity
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs, total_stats
 from pagoda.common.errors import EngineUnavailableError
 from pagoda.server.core_client.client import Listener, StartingClient
@@ -53,7 +53,8 @@ _POLL_MS: Final = 50
 
 
 class ReplicaRouter:
-    """Chooses the replica that has computed the beginning of the prompt, unless it has too many sequences."""
+    """Chooses the replica of the request's cache key, or else the one that has computed the beginning of the prompt,
+    unless it has too many sequences."""
 
     def __init__(self) -> None:
         self._homes: OrderedDict[int, int] = OrderedDict()  # Hash of a prefix -> replica that computed it last.
@@ -63,15 +64,25 @@ class ReplicaRouter:
         prefixes = _prefixes(request)
         least = min(loads.values())
         most = least + 1 + least // AFFINITY_DIVISOR
-        homes = (self._homes.get(prefix) for prefix in reversed(prefixes))
-        home = next((replica for replica in homes if replica is not None), None)
-        if home is None or loads.get(home, most + 1) > most:
-            home = min(loads, key=loads.__getitem__)
+        if request.cache_key:
+            candidates = [replica for replica, load in loads.items() if load <= most]
+            home = max(candidates, key=partial(key_affinity, request.cache_key))
+        else:
+            home = self._home_of(prefixes, loads, most)
         for prefix in prefixes:
             self._homes[prefix] = home
             self._homes.move_to_end(prefix)
         while len(self._homes) > _MAX_PREFIXES:
             self._homes.popitem(last=False)
+        return home
+
+    def _home_of(self, prefixes: Sequence[int], loads: Mapping[int, int], most: int) -> int:
+        """Return the replica that computed the longest of the prefixes, if it has at most `most` sequences, else the
+        least loaded one."""
+        homes = (self._homes.get(prefix) for prefix in reversed(prefixes))
+        home = next((replica for replica in homes if replica is not None), None)
+        if home is None or loads.get(home, most + 1) > most:
+            return min(loads, key=loads.__getitem__)
         return home
 
     def forget(self, replica: int) -> None:

@@ -373,7 +373,14 @@ class SamplingFields(StructuredFields, ClientHints):
 
     stream: bool | None = Field(False, description="Send the output as server-sent events while it is generated.")
     stream_options: StreamOptions | None = Field(None, description="What a stream contains beside the output.")
-    user: str | None = Field(None, description="End user id for the request log; does not affect the output.")
+    user: str | None = Field(
+        None,
+        description="End user id for the request log; a cache hint if there is no other. Does not affect the output.",
+    )
+    prompt_cache_key: str | None = Field(
+        None, description="Cache hint: requests with the same key run where its prefixes are, which are kept longer."
+    )
+    session_id: str | None = Field(None, description="As prompt_cache_key.")
     priority: Int64 | None = Field(0, description="Lower values run first; needs --scheduling-policy priority.")
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         None, description="Id of the request; the header X-Request-Id has precedence."
@@ -415,7 +422,6 @@ class SamplingFields(StructuredFields, ClientHints):
     )
 
     watermarking: Any = unsupported(why="outputs are not watermarked")
-    session_id: Any = hint(why="requests are independent; there are no sessions")
     routed_experts_prompt_start: Any = unsupported(0, why="routed experts are not reported")
     mm_payload: Any = unsupported("tensors", harmless=("none",), why="this version serves text only")
     return_mm_kwargs: Any = unsupported(why="this version serves text only")
@@ -433,6 +439,11 @@ class SamplingFields(StructuredFields, ClientHints):
             yield Ignored(_OF_CONTEXT, "hint", f"{_OF_CONTEXT} has no effect beside max_tokens; leave it out")
         if self.options:
             yield Ignored("options", "hint", "options has no effect: they are Ollama's; use the request's own fields")
+
+    @property
+    def cache_hint(self) -> str | None:
+        """What the client names its conversation or its user by."""
+        return self.prompt_cache_key or self.session_id or self.user
 
     @property
     def limits_context(self) -> bool:

@@ -28,7 +28,7 @@ from pagoda.server.http.fields import SamplingFields
 from pagoda.server.http.state import OWNER, ServerState
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
 from pagoda.server.processing.beams import BeamText, candidates_of, check_engine, check_prompts, step_params
-from pagoda.server.processing.inputs import Prompt, PromptType, RequestOrigin
+from pagoda.server.processing.inputs import Prompt, PromptType, RequestOrigin, cache_key_of
 from pagoda.server.processing.output_processor import RequestStream
 from pagoda.server.processing.pooling_rules import resolve_task
 from pagoda.server.settings.extra_samplers import sampler_of
@@ -127,7 +127,8 @@ def _shown_ids(ids: Sequence[int], limit: int | None) -> str:
 class PromptBatch:
     """The prompts of one HTTP request. `request_id` is what the client sees; the engine's ids are made unique.
 
-    `began`: when --request-timeout began, on the event loop's clock; None: now.
+    `began`: when --request-timeout began, on the event loop's clock; None: now. `cache_hint`: what the client names its
+    conversation or its user by, if anything.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class PromptBatch:
         priority: int,
         user: str | None,
         began: float | None = None,
+        cache_hint: str | None = None,
     ) -> None:
         self.request_id = request_id
         self._state = state
@@ -145,7 +147,8 @@ class PromptBatch:
         self._priority = priority
         self._user = user
         self._stem = f"{request_id}-{secrets.token_hex(4)}"
-        self._origin = RequestOrigin(OWNER.get().hex()[:_OWNER_DIGITS], self._stem)
+        owner = OWNER.get().hex()[:_OWNER_DIGITS]
+        self._origin = RequestOrigin(owner, self._stem, cache_key=cache_key_of(cache_hint, owner))
         self._unfinished: list[str] = []  # Ids of the unfinished requests in the engine.
         began = asyncio.get_running_loop().time() if began is None else began
         seconds = state.config.request_timeout
@@ -219,6 +222,7 @@ class Generation(PromptBatch):
         user: str | None = None,
         began: float | None = None,
         extra_args_name: str = "vllm_xargs",
+        cache_hint: str | None = None,
     ) -> None:
         self.extra_args_name = extra_args_name
         sequences = len(prompts) * params.n
@@ -232,7 +236,7 @@ class Generation(PromptBatch):
         limit = state.config.max_stop_strings
         if stops > limit:
             raise RequestError("stop", f"stop has {stops} strings; at most {limit} are allowed (--max-stop-strings)")
-        super().__init__(state, request_id, params, priority, user, began)
+        super().__init__(state, request_id, params, priority, user, began, cache_hint)
         self.ignored = self._unread(params.extra_args or {}, strict=state.config.strict_requests)
         self._prompts = prompts
         self._sequences = sequences
@@ -380,7 +384,16 @@ def output_source(
     body.check_generation_fields()
     priority = body.priority or 0
     if not body.use_beam_search:
-        return Generation(state, request_id, prompts, params, model=body.model, priority=priority, user=body.user)
+        return Generation(
+            state,
+            request_id,
+            prompts,
+            params,
+            model=body.model,
+            priority=priority,
+            user=body.user,
+            cache_hint=body.cache_hint,
+        )
     search = body.beam_search_params(params, state.llm().max_model_len)
     text = BeamText(
         state.tokenizer(),
@@ -398,6 +411,7 @@ def output_source(
         cache_salt=body.cache_salt,
         priority=priority,
         user=body.user,
+        cache_hint=body.cache_hint,
     )
 
 
@@ -421,6 +435,7 @@ class BeamGeneration:
         cache_salt: str | None = None,
         priority: int = 0,
         user: str | None = None,
+        cache_hint: str | None = None,
     ) -> None:
         check_engine(state.llm().config.model, params, state.llm().info)
         check_prompts(prompts)
@@ -432,6 +447,7 @@ class BeamGeneration:
         self._model = model
         self._priority = priority
         self._user = user
+        self._cache_hint = cache_hint
         self.request_id = request_id
         self._began = asyncio.get_running_loop().time()
 
@@ -469,6 +485,7 @@ class BeamGeneration:
             model=self._model,
             priority=self._priority,
             user=self._user,
+            cache_hint=self._cache_hint,
             began=self._began,
         )
         outputs = await generation.final_outputs()

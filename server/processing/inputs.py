@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from hashlib import sha256
 from typing import Any, Final, Literal, TypeGuard, get_args
 
 from pagoda.common.config.groups.model import ModelConfig
@@ -127,6 +128,20 @@ class RequestOrigin:
     owner: str = ""  # A digest of the API key that sent it; "": the server has no keys.
     group: str = ""  # Id that all its prompts share; "": it has one prompt.
     prompts: int = 1
+    cache_key: str = ""  # See `cache_key_of`.
+
+
+_CACHE_KEY_DIGITS: Final = 16
+
+
+def cache_key_of(hint: str | None, owner: str = "") -> str:
+    """Return the digest of what a client names a conversation or a user by; "" without a name.
+
+    Requests with the same one share prefixes. Of two owners none is the same.
+    """
+    if not hint:
+        return ""
+    return sha256(f"{owner}\0{hint}".encode("utf-8", "surrogatepass")).hexdigest()[:_CACHE_KEY_DIGITS]
 
 
 ALONE: Final = RequestOrigin()
@@ -556,6 +571,7 @@ class InputProcessor:
                 adapter=adapter,
                 owner=origin.owner,
                 group=origin.group or (request_id if params.n > 1 else ""),
+                cache_key=origin.cache_key,
             )
             for index, child_id in enumerate(ids)
         ]

@@ -166,7 +166,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int  # Smaller values run first, with scheduling_policy="priority".
     prompt_text: str | None  # The text of a prompt that is given as token ids.
     data_parallel_rank: int | None  # It has no effect: the replica is chosen by load and cached prefixes.
-    session_id: str | None  # It has no effect: the replica is chosen by load and cached prefixes.
+    session_id: str | None  # Requests with the same one run on the same replica, and their prefixes are kept longer.
     kv_hints: object  # It has no effect: the replica is chosen by load and cached prefixes.
     reasoning_ended: bool | None  # It has no effect: the prompt tells.
     reasoning_parser_kwargs: Mapping[str, Any] | None  # It has no effect: the prompt tells.

@@ -239,6 +239,9 @@ def _pool(pool: BlockPoolState, copies: Mapping[int, int], keyed: Keyed) -> Pool
         clock=pool.clock,
         pages={block: (keyed(key[0]), key[1]) for block, key in enumerate(pool.keys) if key is not None},
         copies=dict(copies),
+        keepers=dict(pool.keepers),
+        keep_until=dict(pool.keep_until),
+        evictions=pool.evictions,
     )
 
 
@@ -289,6 +292,7 @@ class _Values:
             rank=request.rank,
             owner=request.owner,
             group=request.group,
+            cache_key=request.cache_key,
             status=self.status,
             reads_cache=request.reads_cache,
             row=self.row,
@@ -335,6 +339,7 @@ def _event(entry: _Entry, keyed: Keyed, *, tokens: bool) -> Event:
                 arrival=request.arrival,
                 owner=request.owner,
                 group=request.group,
+                cache_key=request.cache_key,
                 reads_cache=state.reads_cache,
                 is_masked=state.mask_state is not None,
                 token_cost=state.token_cost,

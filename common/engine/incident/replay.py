@@ -264,6 +264,9 @@ def _pool_state(record: PoolRecord) -> BlockPoolState:
         reserved=record.reserved,
         released_at=record.released_at,
         clock=record.clock,
+        keepers=record.keepers,
+        keep_until=record.keep_until,
+        evictions=record.evictions,
     )
 
 
@@ -279,6 +282,7 @@ def _engine_request(event: Added) -> EngineRequest:
         skip_reading_prefix_cache=not event.reads_cache,
         owner=event.owner,
         group=event.group,
+        cache_key=event.cache_key,
     )
 
 
@@ -299,6 +303,7 @@ def _request(record: RequestRecord) -> Request:
         skip_reading_prefix_cache=not record.reads_cache,
         owner=record.owner,
         group=record.group,
+        cache_key=record.cache_key,
     )
     request = Request.of(plain, limit=record.limit, rank=tuple(record.rank))
     _set_up(request, record)

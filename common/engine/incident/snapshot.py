@@ -51,6 +51,9 @@ class PoolRecord(msgspec.Struct, frozen=True):
     clock: int
     pages: dict[int, tuple[Digest, int]]  # block -> its cached page: digest and KV group
     copies: dict[int, int]  # copies of recurrent state before the next step: destination -> source
+    keepers: dict[int, str]  # block -> the cache key that keeps its page, in the order in which they were kept
+    keep_until: dict[int, int]
+    evictions: int
 
 
 class GroupTable(msgspec.Struct, frozen=True):
@@ -71,6 +74,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     rank: tuple[float, ...]
     owner: str
     group: str
+    cache_key: str
     status: str
     reads_cache: bool
     row: int  # -1: it waits
@@ -132,6 +136,7 @@ class Added(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     arrival: float
     owner: str
     group: str
+    cache_key: str
     reads_cache: bool
     is_masked: bool
     digests: list[Digest]

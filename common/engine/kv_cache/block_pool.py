@@ -1,9 +1,10 @@
 """Ref-counted KV blocks: allocation, the order in which free blocks are reused, and the prefix cache's page index.
 
-A free block is in exactly one of three doubly linked lists, and is allocated from the first that is not empty:
+A free block is in exactly one of four doubly linked lists, and is allocated from the first that is not empty:
 
     EMPTY     without a cached page
     CACHED    with a hashed page; least recently released first
+    KEPT      likewise, with a page that is kept longer for a key (`keep`)
     RESERVED  reserved for the sequence that owns the extent around it; the far end of an extent first
 
 A reservation is a preference: its blocks are allocated to others when nothing else is free. It exists because some
@@ -13,13 +14,27 @@ backends read consecutive blocks without a copy. Block 0 is the null block and i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from pagoda.common.engine.steps.contract import NULL_BLOCK
+
+KEPT_DIVISOR: Final = 2
+"""All keys together keep at most this part of a pool's blocks: 1/2."""
+
+KEPT_OF_KEY_DIVISOR: Final = 8
+"""A key keeps at most this part of a pool's blocks: 1/8."""
+
+KEPT_TURNOVERS: Final = 4
+"""A kept page that is not used is evicted like others once as many pages were evicted as the pool has blocks, this many
+times."""
+
+_KEPT_IS_YOUNGER: Final = 1 << 40
+"""Added to the time of release of kept pages, so that runs of blocks are looked for among others first."""
 
 PageKey = tuple[bytes, int]
 """Digest of a page and the index of its KV group."""
@@ -37,6 +52,9 @@ class BlockPoolState:
     reserved: Sequence[int]  # 1: the block belongs to a reserved extent
     released_at: Sequence[int]  # the clock at which a block with a cached page became free
     clock: int
+    keepers: Mapping[int, str]  # block -> the key that keeps its page; those kept first come first
+    keep_until: Mapping[int, int]  # block in KEPT -> the number of evictions at which it is an ordinary one
+    evictions: int
 
 
 class BlockPool:
@@ -48,10 +66,14 @@ class BlockPool:
         self.num_blocks: Final = num_blocks
         self.extents: Final = extents
         self.num_free = num_blocks - 1
-        self._empty, self._cached, self._reserved = (num_blocks + i for i in range(3))
+        self._empty = num_blocks
+        self._cached = num_blocks + 1
+        self._reserved = num_blocks + 2
+        self._kept = num_blocks + 3
         # EMPTY has every block but the null block, in order; built as a whole, because there may be a million.
-        self._next: list[int] = [NULL_BLOCK, *range(2, num_blocks), self._empty, 1, self._cached, self._reserved]
-        self._prev: list[int] = [NULL_BLOCK, self._empty, *range(1, num_blocks), self._cached, self._reserved]
+        others = (self._cached, self._reserved, self._kept)
+        self._next: list[int] = [NULL_BLOCK, *range(2, num_blocks), self._empty, 1, *others]
+        self._prev: list[int] = [NULL_BLOCK, self._empty, *range(1, num_blocks), *others]
         self._keys: list[PageKey | None] = [None] * num_blocks
         self._blocks: dict[PageKey, int] = {}
         # Elements of array and bytearray are read fast, and numpy reads the same memory when it searches a run.
@@ -59,6 +81,11 @@ class BlockPool:
         self._is_reserved = bytearray(num_blocks)
         self._released_at = array("q", bytes(8 * num_blocks))
         self._clock = 0
+        # Pages that were kept first come first. The first entry of a dict is not found in constant time.
+        self._keepers: OrderedDict[int, str] = OrderedDict()
+        self._kept_by: dict[str, OrderedDict[int, None]] = {}
+        self._keep_until: dict[int, int] = {}
+        self._evictions = 0
         self._refs[NULL_BLOCK] = 1
 
     # --- blocks ---
@@ -106,7 +133,12 @@ class BlockPool:
             self._refs[block] -= 1
             if not self._refs[block]:
                 self.num_free += 1
-                self._released_at[block] = self._clock if self._keys[block] else 0
+                if self._keys[block] is None:
+                    self._released_at[block] = 0
+                elif block in self._keepers:
+                    self._released_at[block] = self._clock + _KEPT_IS_YOUNGER
+                else:
+                    self._released_at[block] = self._clock
                 self._link_free(block)
 
     # --- the prefix cache ---
@@ -129,8 +161,35 @@ class BlockPool:
             self._drop_page(block)
             self._link_free(block)
 
+    def keep(self, blocks: Sequence[int], key: str) -> None:
+        """Keep the cached pages among these allocated blocks for a key: once free, they are evicted after others.
+
+        The first ones are kept longest, and no more than `KEPT_OF_KEY_DIVISOR` allows. The pages that the key kept
+        first, and those of all keys beyond `KEPT_DIVISOR`, become ordinary ones.
+        """
+        limit = self.num_blocks // KEPT_OF_KEY_DIVISOR
+        pages = [block for block in blocks if self._keys[block] is not None]
+        keepers = self._keepers
+        own = self._kept_by.pop(key, None) or OrderedDict()
+        for block in reversed(pages[:limit]):
+            if block in own:
+                del own[block], keepers[block]
+            elif block in keepers:
+                self._drop_keeper(block)
+            own[block] = None
+            keepers[block] = key
+        if own:
+            self._kept_by[key] = own
+        while len(own) > limit:
+            self._release_kept(next(iter(own)))
+        while len(self._keepers) > self.num_blocks // KEPT_DIVISOR:
+            self._release_kept(next(iter(self._keepers)))
+
     def clear_cache(self) -> None:
         """Empty the prefix cache. References are unchanged."""
+        self._keepers.clear()
+        self._kept_by.clear()
+        self._keep_until.clear()
         for block in sorted(self._blocks.values()):  # an order that a restored pool has, too
             self._keys[block] = None
             self._released_at[block] = 0
@@ -192,7 +251,14 @@ class BlockPool:
     # --- free lists ---
 
     def _least_valuable(self) -> int:
-        for head in (self._empty, self._cached, self._reserved):
+        block = self._next[self._empty]
+        if block != self._empty:
+            return block
+        if self._keepers:
+            block = self._next[self._kept]
+            if block != self._kept and self._keep_until[block] <= self._evictions:
+                return block
+        for head in (self._cached, self._kept, self._reserved):
             block = self._next[head]
             if block != head:
                 return block
@@ -204,6 +270,9 @@ class BlockPool:
             self._link(block, self._reserved)
         elif self._keys[block] is None:
             self._link(block, self._empty)
+        elif block in self._keepers:
+            self._keep_until[block] = self._evictions + KEPT_TURNOVERS * self.num_blocks
+            self._link(block, self._kept if oldest else self._prev[self._kept])
         else:
             self._link(block, self._cached if oldest else self._prev[self._cached])
 
@@ -225,6 +294,26 @@ class BlockPool:
             del self._blocks[key]
             self._keys[block] = None
             self._released_at[block] = 0
+            self._evictions += 1
+            if block in self._keepers:
+                self._drop_keeper(block)
+
+    def _drop_keeper(self, block: int) -> None:
+        """Let no key keep the page of a block that is kept. A block in KEPT must be moved to another list."""
+        key = self._keepers.pop(block)
+        self._keep_until.pop(block, None)
+        own = self._kept_by[key]
+        del own[block]
+        if not own:
+            del self._kept_by[key]
+
+    def _release_kept(self, block: int) -> None:
+        """Make a kept page an ordinary one, the first to be evicted if its block is free."""
+        self._drop_keeper(block)
+        if not self._refs[block]:
+            self._released_at[block] = 1
+            self._unlink(block)
+            self._link_free(block, oldest=True)
 
     # --- incident snapshots ---
 
@@ -239,6 +328,9 @@ class BlockPool:
             reserved=self._is_reserved[:],
             released_at=self._released_at[:],
             clock=self._clock,
+            keepers=dict(self._keepers),
+            keep_until=dict(self._keep_until),
+            evictions=self._evictions,
         )
 
     def restore(self, state: BlockPoolState) -> None:
@@ -252,13 +344,19 @@ class BlockPool:
         self._is_reserved = bytearray(state.reserved)
         self._released_at = array("q", state.released_at)
         self._blocks = {key: block for block, key in enumerate(self._keys) if key is not None}
+        self._keepers = OrderedDict(state.keepers)
+        self._keep_until = dict(state.keep_until)
+        self._evictions = state.evictions
+        self._kept_by = {}
+        for block, keeper in self._keepers.items():
+            self._kept_by.setdefault(keeper, OrderedDict())[block] = None
 
     # --- self-check ---
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every block is allocated or in its list, and the page index agrees."""
         seen: set[int] = set()
-        for head in (self._empty, self._cached, self._reserved):
+        for head in (self._empty, self._cached, self._kept, self._reserved):
             for block in self._walk(head):
                 if block in seen or self._refs[block] or head != self._list_of(block):
                     raise RuntimeError(f"free block {block} is in the wrong list")
@@ -271,6 +369,9 @@ class BlockPool:
         keyed = {key: block for block, key in enumerate(self._keys) if key is not None}
         if keyed != self._blocks:
             raise RuntimeError("the page index and the blocks disagree")
+        kept = {block: key for key, own in self._kept_by.items() for block in own}
+        if kept != self._keepers or any(self._keys[block] is None for block in kept):
+            raise RuntimeError("the kept pages of the keys and of the blocks disagree")
 
     def check_counts(self) -> None:
         """Raise RuntimeError if reference counts and the free count disagree. Fast: does not walk the lists."""
@@ -293,4 +394,6 @@ class BlockPool:
     def _list_of(self, block: int) -> int:
         if self._is_reserved[block]:
             return self._reserved
-        return self._empty if self._keys[block] is None else self._cached
+        if self._keys[block] is None:
+            return self._empty
+        return self._kept if block in self._keepers else self._cached

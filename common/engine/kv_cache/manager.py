@@ -353,6 +353,8 @@ class KvManager:
                 block = pool.allocate()
                 self._copies[rule.pool][block] = request.groups[rule.index].table[0]
                 pool.register(block, key)
+                if request.cache_key:
+                    pool.keep([block], request.cache_key)
                 pool.release([block])
                 if self.borders.is_replaced(request.borders, computed):
                     request.answer_border = computed
@@ -426,9 +428,12 @@ class KvManager:
         return request.num_pages * self.block_size
 
     def free(self, request: Request, row: int) -> None:
-        """Release all blocks. Cached pages can be reused until their block is allocated again."""
+        """Release all blocks. Cached pages can be reused until their block is allocated again, which is later for those
+        of a request with a cache key."""
         for (_, pool), group, table in zip(self._rules, request.groups, self._tables):
             pool.unreserve(group.reserved)
+            if request.cache_key:
+                pool.keep(group.table, request.cache_key)
             pool.release(group.table)
             table[row, : len(group.table)] = NULL_BLOCK
         request.groups = []

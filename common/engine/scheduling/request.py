@@ -121,6 +121,7 @@ class Request:
     adapter: Adapter | None = None  # the LoRA adapter that it is computed with
     owner: str = ""  # the key that sent it
     group: str = ""  # the caller's request that it belongs to
+    cache_key: str = ""  # its cached pages are kept longer, within the bounds of this key
     parts: tuple[SchedulerPart[Any], ...] = ()  # parts of its scheduler that are told when it runs and ends
 
     @classmethod
@@ -163,6 +164,7 @@ class Request:
             adapter=request.adapter,
             owner=request.owner,
             group=request.group or request.request_id,
+            cache_key=request.cache_key,
         )
 
     @property

@@ -190,7 +190,9 @@ async def create_message(request: Request) -> Response:
         note_ignored(request, (*budget, *chat.ignored), body.own_name)
         user = body.metadata.user_id if body.metadata is not None else None
         message_id = f"msg_{uuid.uuid4().hex}"
-        generation = Generation(state, message_id, [chat], chat.params, model=model, user=user)
+        generation = Generation(
+            state, message_id, [chat], chat.params, model=model, user=user, cache_hint=body.cache_hint
+        )
         parser = DeltaParser(chat.reader(), None, skip_special_tokens=chat.params.skip_special_tokens)
         builder = MessagesBuilder(message_id, model, parser, body.shows_thinking)
 

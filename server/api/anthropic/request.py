@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
@@ -340,7 +341,9 @@ class AnthropicThinking(RequestBody):
 class AnthropicMetadata(RequestBody):
     """Metadata of the request."""
 
-    user_id: str | None = Field(None, description="End user, for the request log; does not affect the response.")
+    user_id: str | None = Field(
+        None, description="End user, for the request log, and a cache hint; does not affect the response."
+    )
 
 
 class AnthropicCountTokensRequest(RequestBody):
@@ -403,7 +406,7 @@ class AnthropicCountTokensRequest(RequestBody):
             "stop": "stop_sequences",
             "structured_outputs": "tools" if self._format is None else self._format_field,
             "thinking_token_budget": "thinking.budget_tokens",
-            "reasoning_effort": "thinking.type" if disabled else "output_config.effort",
+            "reasoning_effort": "thinking" if disabled else "output_config.effort",
             "tool_choice.function.name": "tool_choice.name",
         }
         return names.get(field, self._tool_path(field))
@@ -415,6 +418,14 @@ class AnthropicCountTokensRequest(RequestBody):
         if not (field.startswith("tools[") and bracket and index.isdecimal() and int(index) < len(offered)):
             return field
         return offered[int(index)][0] + rest.replace(".function", "").replace(".parameters", ".input_schema")
+
+    @property
+    def _marks_prefix(self) -> bool:
+        """Whether `cache_control` marks the end of a prefix anywhere."""
+        system = self.system if isinstance(self.system, list) else []
+        blocks = (block for message in self.messages if isinstance(message.content, list) for block in message.content)
+        parts = itertools.chain((self,), self.tools or (), system, blocks)
+        return any(getattr(part, "cache_control", None) is not None for part in parts)
 
     @property
     def _format(self) -> AnthropicOutputFormat | None:
@@ -499,6 +510,15 @@ class AnthropicMessagesRequest(AnthropicCountTokensRequest):
         """Return the maximum number of thinking tokens that can be enforced."""
         enabled = thinks and self.thinking is not None and self.thinking.type == "enabled"
         return self.thinking.budget_tokens if enabled and self.thinking is not None else None
+
+    @property
+    def cache_hint(self) -> str | None:
+        """What names the conversation: the user, or for a request with `cache_control` its beginning."""
+        user = None if self.metadata is None else self.metadata.user_id
+        if user or not self._marks_prefix:
+            return user
+        beginning: str = messages_of(self.system, self.messages[:1])[0]["content"]
+        return beginning
 
     def params(self, defaults: Mapping[str, Any], *, thinks: bool) -> SamplingParams:
         """Return SamplingParams. Raise RequestError.

@@ -13,7 +13,7 @@ from pagoda.server.http.fields import OTHER, OtherTool
 
 
 class CacheControl(RequestBody):
-    """Cache hint. No effect: prompt prefixes are cached automatically."""
+    """Cache hint: the request's prefixes are kept longer. Type and time have no effect."""
 
     type: str | None = None
     ttl: str | int | None = None

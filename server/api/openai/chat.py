@@ -243,7 +243,6 @@ class ChatCompletionRequest(ChatFields):
 
     metadata: dict[str, Any] | None = Field(None, description="Does not affect the output.")
     safety_identifier: str | None = Field(None, description="As user.")
-    prompt_cache_key: str | None = Field(None, description="Not needed: shared prompt prefixes are cached anyway.")
 
     audio: Any = unsupported(why="the output is text")
     modalities: Any = unsupported(harmless=(["text"],), why="the output is text")

@@ -143,3 +143,14 @@ def test_shards_share_the_slots_of_adapters() -> None:
     assert [load.slot for load in adapter_loads(plans)] == [0, 1]
     assert slots.references == [1, 1]
     sharded.check_integrity()
+
+
+def test_a_cache_key_has_a_shard_until_that_has_too_many_requests() -> None:
+    homes = set()
+    for key in map(str, range(12)):
+        engine = core()
+        for number in range(3):
+            engine.add_request(replace(request(str(number), [number + 1] * 16), cache_key=key))
+        assert sorted(loads(engine)) == [0, 1, 2], "the third is one too many"
+        homes.add(loads(engine).index(2))
+    assert homes == {0, 1, 2}

@@ -119,6 +119,21 @@ def test_the_router_forgets_a_replica() -> None:
     assert router.choose(request("b", LONG), {0: 0, 1: 1}) == 0
 
 
+def test_a_cache_key_has_the_same_replica_in_every_process() -> None:
+    idle = dict.fromkeys(range(4), 0)
+    homes = {key: ReplicaRouter().choose(request("a", LONG, cache_key=key), idle) for key in map(str, range(40))}
+    assert set(homes.values()) == set(idle)
+    for key, home in homes.items():
+        router = ReplicaRouter()
+        router.choose(request("b", LONG), idle | {home: 1})
+        keyed = request("c", LONG, cache_key=key)
+        assert router.choose(keyed, idle | {home: 1}) == home, "not the one that computed the prefix"
+        without = {replica: 0 for replica in idle if replica != home}
+        others = [router.choose(request("d", [7], cache_key=other), without) for other in homes if homes[other] != home]
+        assert others == [homes[other] for other in homes if homes[other] != home], "no other key moves"
+        assert router.choose(keyed, idle | {home: 2}) == router.choose(keyed, without), "it has too many sequences"
+
+
 def test_the_prefixes_that_are_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_PREFIXES", 2)
     router, first, second, third = ReplicaRouter(), [1] * 64, [2] * 64, [3] * 64

@@ -34,7 +34,7 @@ def test_the_cause_is_the_operators(error: Exception, status: int, message: str)
     assert (told.status, told.message) == (status, message)
 
 
-LONG = PromptTooLongError("messages", "why", num_tokens=12, max_tokens=9)
+LONG = PromptTooLongError("messages", "why", num_tokens=12, limit=9)
 
 
 @pytest.mark.parametrize(

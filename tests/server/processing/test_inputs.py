@@ -90,9 +90,9 @@ def test_bad_prompts_name_the_field(prompt: Any, field: str, words: str) -> None
         ({"truncate_prompt_tokens": MAX_LEN + 1}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 0}, "prompt"),
         ({"max_tokens": None, "min_tokens": MAX_LEN}, "min_tokens"),
-        ({"allowed_token_ids": [300]}, "allowed_token_ids"),
-        ({"stop_token_ids": [257]}, "stop_token_ids"),
-        ({"logit_bias": {257: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": [300]}, "allowed_token_ids[0]"),
+        ({"stop_token_ids": [257]}, "stop_token_ids[0]"),
+        ({"logit_bias": {257: 1.0}}, "logit_bias.257"),
     ],
 )
 def test_bad_params_name_the_field(params: dict[str, Any], field: str) -> None:

@@ -137,13 +137,17 @@ class ResponsesRequest(RequestBody):
     tools: list[ResponsesTool] | None = Field(default_factory=list)
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = 0
     truncation: Literal["auto", "disabled"] | None = "disabled"
-    user: str | None = Field(None, description="End user, for the request log; does not affect the response.")
+    user: str | None = Field(
+        None,
+        description="End user, for the request log; a cache hint if there is no other. Does not affect the response.",
+    )
     safety_identifier: Label | None = Field(None, description="Same as user.")
     prompt_cache_key: str | None = Field(
         None,
         max_length=1024,
-        description="No effect: prompt prefixes are cached automatically. Repeated in the response.",
+        description="Cache hint: requests with the same key run where its prefixes are, which are kept longer.",
     )
+    session_id: str | None = Field(None, description="As prompt_cache_key.")
 
     temperature: float | None = None
     top_p: float | None = None
@@ -190,7 +194,6 @@ class ResponsesRequest(RequestBody):
     mm_processor_kwargs: Any = hint(why="this version serves text only")
     prompt_cache_options: Any = hint(why="prefixes are cached without options")
     prompt_cache_retention: Any = hint(harmless=("in_memory",), why="prefixes are cached in memory until evicted")
-    session_id: Any = hint(why="the server keeps no sessions")
 
     def ignored(self, path: str = "") -> Iterator[Ignored]:
         """Yield the parts that have no effect, values of `include` among them."""
@@ -212,6 +215,11 @@ class ResponsesRequest(RequestBody):
                 "conversation", "conversation and previous_response_id exclude each other; leave one of them out"
             )
         check_template_kwargs(self.chat_template_kwargs)
+
+    @property
+    def cache_hint(self) -> str | None:
+        """What the client names its conversation or its user by."""
+        return self.prompt_cache_key or self.session_id or self.safety_identifier or self.user
 
     @property
     def shows_logprobs(self) -> bool:

@@ -70,7 +70,16 @@ async def create_response(request: Request) -> Response:
     try:
         chat = await _prepared(request, state, body, context)
         user = body.safety_identifier or body.user
-        generation = Generation(state, response_id, [chat], chat.params, model=model, priority=body.priority, user=user)
+        generation = Generation(
+            state,
+            response_id,
+            [chat],
+            chat.params,
+            model=model,
+            priority=body.priority,
+            user=user,
+            cache_hint=body.cache_hint,
+        )
         tools, _ = body.offered(context.items, context.num_earlier)
         builder = _builder(state, body, chat.params, chat.reader(), tools, id=response_id, model=model, stores=stores)
         stored = StoredResponse(

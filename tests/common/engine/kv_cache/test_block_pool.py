@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pagoda.common.engine.kv_cache import block_pool
 from pagoda.common.engine.kv_cache.block_pool import BlockPool
 
 KEY = [(bytes([n]), 0) for n in range(40)]
@@ -265,3 +266,101 @@ def test_a_restored_pool_goes_on_as_the_one_that_was_captured():
         aged.touch(block)
     assert aged.reserve(4, 4) == range(16, 20)
     assert aged.reserve(4, 4) == range(4, 8), "blocks released since are younger than those before"
+
+
+# --- pages that are kept for a key: 4 of a pool of 33 blocks for each, 16 for all ---
+
+
+def full_pool(*kept: tuple[str, int]) -> tuple[BlockPool, list[int]]:
+    """A pool of cached pages, and its blocks; the first ones are kept for keys, so many for each."""
+    pool = BlockPool(33)
+    blocks = take(pool, 32)
+    cache(pool, blocks)
+    first = 0
+    for key, count in kept:
+        pool.keep(blocks[first : first + count], key)
+        first += count
+    pool.release(blocks)
+    pool.check_integrity()
+    return pool, blocks
+
+
+def test_kept_pages_are_evicted_after_others_and_the_first_last():
+    pool, blocks = full_pool(("a", 4))
+    assert take(pool, 32) == [*blocks[:3:-1], *blocks[3::-1]]
+
+
+def test_a_key_keeps_an_eighth_of_the_blocks_from_the_first_on():
+    pool, blocks = full_pool(("a", 6))
+    assert take(pool, 32)[-4:] == blocks[3::-1]
+
+
+def test_later_pages_of_a_key_replace_its_earlier_ones():
+    pool, blocks = full_pool(("a", 4))
+    pool.share(blocks[10:12])
+    pool.keep(blocks[10:12], "a")
+    pool.release(blocks[10:12])
+    pool.check_integrity()
+    order = take(pool, 32)
+    assert order[-4:] == [blocks[n] for n in (1, 0, 11, 10)]
+    assert order[:2] == [blocks[2], blocks[3]], "what is not kept any more is the oldest"
+
+
+def test_all_keys_together_keep_half_of_the_blocks():
+    pool, blocks = full_pool(*((key, 4) for key in "abcde"))
+    assert take(pool, 32)[-16:] == blocks[19:3:-1]
+
+
+def test_a_page_is_kept_whoever_used_it_last_and_by_one_key():
+    pool, blocks = full_pool(("a", 4))
+    pool.share(blocks[:1])
+    pool.release(blocks[:1])
+    pool.share(blocks[:2])
+    pool.keep(blocks[:2], "b")
+    pool.release(blocks[:2])
+    pool.check_integrity()
+    assert take(pool, 32)[-4:] == [blocks[n] for n in (3, 2, 1, 0)]
+    assert pool.state().keepers == {}
+
+
+def test_a_kept_page_that_is_not_used_becomes_an_ordinary_one(monkeypatch):
+    monkeypatch.setattr(block_pool, "KEPT_TURNOVERS", 1)
+    pool, blocks = full_pool(("a", 4))
+    evicted = []
+    for number in range(34):
+        evicted.append(pool.allocate())
+        pool.register(evicted[-1], (bytes([number]), 1))
+        pool.release(evicted[-1:])
+    assert not {*evicted[:33]} & {*blocks[:4]}
+    assert evicted[33] == blocks[3]
+    pool.check_integrity()
+
+
+def test_kept_pages_are_in_the_state_and_forgotten_with_the_cache():
+    pool, _ = full_pool(("a", 4), ("b", 2))
+    restored = BlockPool(33)
+    restored.restore(pool.state())
+    restored.check_integrity()
+    assert restored.state() == pool.state()
+    assert take(restored, 32) == take(pool, 32)
+    pool, _ = full_pool(("a", 4))
+    pool.clear_cache()
+    pool.check_integrity()
+    assert pool.state().keepers == {}
+
+
+def test_runs_are_made_of_kept_pages_last():
+    pool = BlockPool(33, extents=True)
+    blocks = take(pool, 32)
+    cache(pool, blocks)
+    pool.keep(blocks[3:7], "a")
+    pool.release(blocks[3:7])
+    pool.release([*blocks[:3], *blocks[7:]])
+    run = pool.reserve(4, 4)
+    assert run == range(8, 12), "not the pages that were released first"
+    pool.unreserve(run)
+    pool.share(blocks[11:15])
+    pool.keep(blocks[11:15], "a")
+    pool.release(blocks[11:15])
+    pool.check_integrity()
+    assert pool.reserve(4, 4) == range(4, 8), "they are not kept any more"

@@ -517,3 +517,25 @@ class TestExtents:
         kv.free(r, 0)
         kv.pools[0].check_integrity()
         assert kv.pools[0].num_free == 64
+
+
+def test_pages_of_a_request_with_a_cache_key_outlive_others():
+    kv = manager()
+    for row, key in enumerate(("", "key")):
+        r = request([row] * 16, cache_key=key)
+        admit(kv, r, row)
+        kv.free(r, row)
+    for number in range(10, 13):
+        other = request([number] * 60)
+        admit(kv, other)
+        kv.free(other, 0)
+    assert kv.find_prefix(request([0] * 16)).num_tokens == 0
+    assert kv.find_prefix(request([1] * 16)).num_tokens == 12
+
+
+def test_snapshots_of_a_request_with_a_cache_key_are_kept():
+    kv = manager(state_layout())
+    r = request(kv.snapshot_tokens, cache_key="key")
+    admit(kv, r)
+    kv.snapshot(r, kv.snapshot_tokens)
+    assert ["key"] in [list(pool.state().keepers.values()) for pool in kv.pools]

@@ -64,7 +64,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         "system[].cache_control.scope",
     ),
     # Open WebUI, OpenRouter, Ollama
-    (CHAT, {"chat_id": "x", "session_id": "y", "features": {"memory": True}}, "chat_id, features, session_id"),
+    (CHAT, {"chat_id": "x", "session_id": "y", "features": {"memory": True}}, "chat_id, features"),
     (CHAT, {"provider": {"order": ["x"]}, "usage": {"include": True}}, "provider, usage"),
     (
         CHAT,

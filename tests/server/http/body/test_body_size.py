@@ -62,7 +62,7 @@ def test_counts_equal_those_of_a_parser(value: Any, chunk: int, ascii: bool) -> 
 def test_a_body_of_too_many_values_is_refused(raw: bytes, what: str) -> None:
     with live_server() as server:
         status, answer = server.post("/v1/completions", raw)
-        assert (status, answer["error"]["type"]) == (413, "RequestTooLargeError")
+        assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
         assert what in answer["error"]["message"]
         text = json.dumps({"prompt": "a", "max_tokens": 1, "user": ',:[]{}\\"' * MAX_OBJECTS})
         status, answer = server.post("/v1/completions", text.encode())  # it has few values, and a long one

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from support.servers.live_server import LiveServer, live_server
+from support.suite.rows import each_row
 
 from pagoda.common.beam_search import BeamSearch, BeamSearchParams
 from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.processing.inputs import RequestOrigin, cache_key_of
 
 TEXT: dict[str, Any] = {"prompt": "a", "max_tokens": 2}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -229,3 +231,71 @@ def test_beam_search(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_beam_search_needs_probabilities() -> None:
     with live_server(engine={"logprobs_mode": "raw_logits"}) as server:
         assert param_of(server, "/v1/completions", TEXT | {"use_beam_search": True}) == "use_beam_search"
+
+
+# --- cache hints ---
+
+MARKED = {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}
+SAID = [{"role": "user", "content": "a"}]
+HINTED: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": "a", "prompt_cache_key": "one"}, "one"),
+    ("/v1/completions", {"prompt": "a", "session_id": "one", "user": "two"}, "one"),
+    ("/v1/completions", {"prompt": "a", "user": "one"}, "one"),
+    ("/v1/completions", {"prompt": "a", "use_beam_search": True, "n": 2, "prompt_cache_key": "one"}, "one"),
+    ("/v1/chat/completions", {"messages": SAID, "prompt_cache_key": "one", "session_id": "two"}, "one"),
+    ("/v1/chat/completions", {"messages": SAID, "session_id": "one"}, "one"),
+    ("/v1/chat/completions", {"messages": SAID}, ""),
+    ("/v1/chat/completions/batch", {"messages": [SAID], "prompt_cache_key": "one", "session_id": "two"}, "one"),
+    ("/v1/chat/completions/batch", {"messages": [SAID], "session_id": "one"}, "one"),
+    ("/v1/responses", {"input": "a", "prompt_cache_key": "one", "session_id": "two"}, "one"),
+    ("/v1/responses", {"input": "a", "session_id": "one", "safety_identifier": "two"}, "one"),
+    ("/v1/responses", {"input": "a", "user": "one"}, "one"),
+    ("/v1/messages", {"messages": SAID, "max_tokens": 1, "metadata": {"user_id": "one"}}, "one"),
+    ("/v1/messages", {"messages": SAID, "max_tokens": 1, "system": "one"}, ""),
+    ("/v1/messages", {"messages": SAID, "max_tokens": 1, "system": "one", "cache_control": {}}, "one"),
+    ("/v1/messages", {"messages": SAID, "max_tokens": 1, "system": [MARKED]}, "one"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [MARKED]}], "max_tokens": 1}, "one"),
+]
+
+
+@pytest.mark.field("CompletionRequest|ChatCompletionRequest|BatchChatCompletionRequest.prompt_cache_key|session_id")
+@pytest.mark.field("ResponsesRequest.prompt_cache_key|session_id", "AnthropicMessagesRequest.metadata|cache_control")
+@each_row(("path", "body", "hint"), HINTED)
+def test_cache_hints_are_the_requests_cache_key(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], hint: str
+) -> None:
+    keys = []
+    submit = server.llm.submit
+
+    def noted(*args: Any, origin: RequestOrigin, **options: Any) -> Any:
+        keys.append(origin.cache_key)
+        return submit(*args, origin=origin, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.llm, "submit", noted)
+        status, answer = server.post(path, {"model": "fake", "max_tokens": 1} | body)
+    assert status == 200, answer
+    assert {*keys} == {cache_key_of(hint)}
+
+
+def test_cached_tokens_are_reported_to_those_that_give_a_cache_key() -> None:
+    with live_server() as server:
+        for more in ({}, {"user": "a"}, {"session_id": "a"}, {"prompt_cache_key": "a"}):
+            whole = answer_of(server, "/v1/completions", TEXT | more)
+            last = chunks_of(server, "/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}} | more)[
+                -1
+            ]
+            for usage in (whole["usage"], last["usage"]):
+                assert (usage.get("prompt_tokens_details") is not None) == ("user" not in more and more != {})
+
+
+def test_a_long_cache_hint_is_refused(server: LiveServer) -> None:
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", {"model": "fake", "messages": SAID})):
+        for name in ("prompt_cache_key", "session_id", "user"):
+            assert param_of(server, path, body | {name: "x" * 1_000_000}) == name
+
+
+def test_cache_keys_of_owners_differ() -> None:
+    assert cache_key_of(None) == cache_key_of("", "owner") == ""
+    keys = {cache_key_of(hint, owner) for hint in ("one", "two") for owner in ("", "a", "b")}
+    assert len(keys) == 6

@@ -241,7 +241,7 @@ async def test_the_official_asynchronous_client(server: LiveServer) -> None:
 def test_the_official_client_raises_typed_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(**asking("x", tool_choice="required"))
-    assert (bad.value.param, bad.value.code) == ("tool_choice", 400)
+    assert (bad.value.param, bad.value.code) == ("tool_choice", None)
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(**asking("x") | {"model": "gpt-9"})
     assert missing.value.param == "model"
