@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final, Protocol, cast
 
 from fastapi import Request
@@ -136,9 +136,8 @@ class ServerState:
     def formats(self) -> AnswerFormats:
         """How the model writes tool calls and reasoning. Found at the start, see `wait_until_ready`."""
         llm = self._llm
-        return answer_formats(
-            self.config, llm.config, self.given_template, llm.info.answers, self.tokenizer(), llm.templates
-        )
+        render = partial(llm.templates.render, lane="short")
+        return answer_formats(self.config, llm.config, self.given_template, llm.info.answers, self.tokenizer(), render)
 
     @cached_property
     def special_texts(self) -> frozenset[str]:

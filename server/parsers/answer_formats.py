@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -17,9 +17,11 @@ from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.parsers.detection import Probe, reasoning_of, tools_of
 from pagoda.server.parsers.parser import ReasoningFormat, ToolFormat
 from pagoda.server.parsers.registry import AUTO, NONE, reasoning_format, tool_format
-from pagoda.server.processing.workers.worker import TemplateRenderer
 
 logger = logging.getLogger(__name__)
+
+RenderTemplate = Callable[..., str]
+"""Renders a template: `render(template, messages, special_tokens=..., ...)`, see `common.text.chat_template.render`."""
 
 _CHATML: Final = "<|im_start|>assistant"
 
@@ -57,14 +59,14 @@ def answer_formats(
     given: str | None,
     hints: AnswerFormat,
     tokenizer: Tokenizer | None,
-    renderer: TemplateRenderer,
+    render: RenderTemplate,
 ) -> AnswerFormats:
     """Return the formats of a model. Renders some conversations. Raises ConfigError.
 
     `given`: the template that stands in for the model's; `hints`: the formats of the model's family.
     """
     structured = engine.structured_outputs
-    template = _ToolTemplate.of(given, tokenizer, renderer)
+    template = _ToolTemplate.of(given, tokenizer, render)
     tools, why_tools = _tools(config, hints, template)
     reasoning, why_reasoning = _reasoning(structured.reasoning_parser, hints, template)
     return AnswerFormats(
@@ -93,13 +95,13 @@ class _ToolTemplate:
     built_in: str | None = None  # the template that stands in for one that shows no tools
 
     @classmethod
-    def of(cls, given: str | None, tokenizer: Tokenizer | None, renderer: TemplateRenderer) -> _ToolTemplate:
+    def of(cls, given: str | None, tokenizer: Tokenizer | None, render: RenderTemplate) -> _ToolTemplate:
         if tokenizer is None:
             return cls(plain=None, with_tools=None)
 
         def probe(source: str) -> Probe:
             special = tokenizer.special_tokens
-            return Probe.of(source, partial(renderer.render, source, lane="short", special_tokens=special))
+            return Probe.of(source, partial(render, source, special_tokens=special))
 
         source = template_of(tokenizer, given, with_tools=False)
         for_tools = template_of(tokenizer, given, with_tools=True)

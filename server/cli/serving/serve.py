@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from pagoda.common.config.defaults import ResolvedRow
@@ -152,7 +153,8 @@ def _format_rows(resolved: Resolved, config: ServerConfig, given_template: str |
     hints = AnswerFormat() if resolved.family is None else resolved.family.answers
     tokenizer = open_tokenizer(resolved.config)
     with contextlib.closing(TemplateRenderer()) as renderer:
-        return answer_formats(config, resolved.config, given_template, hints, tokenizer, renderer).rows
+        render = partial(renderer.render, lane="short")
+        return answer_formats(config, resolved.config, given_template, hints, tokenizer, render).rows
 
 
 def _prepared(args: argparse.Namespace) -> tuple[ResolvedSettings, EngineConfig, ServerConfig]:
