@@ -446,6 +446,11 @@ class SamplingFields(StructuredFields, ClientHints):
         return self.prompt_cache_key or self.session_id or self.user
 
     @property
+    def gives_cache_key(self) -> bool:
+        """Whether the client names its conversation: it is told how much of its prompt was cached."""
+        return self.prompt_cache_key is not None or self.session_id is not None
+
+    @property
     def limits_context(self) -> bool:
         """Whether the client asks for a context length."""
         return self.num_ctx is not None or "num_ctx" in (self.options or {})

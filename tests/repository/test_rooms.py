@@ -31,7 +31,7 @@ FILES_OF_FIELDS = {
     **{"json_schema": 12, "min_tokens": 12, "stop_token_ids": 11, "truncate_prompt_tokens": 11, "bad_words": 10},
     **{"ignore_eos": 10, "min_p": 10, "add_generation_prompt": 9, "logit_bias": 9, "allowed_token_ids": 8},
     **{"continue_final_message": 8, "include_stop_str_in_output": 8, "logprob_token_ids": 8, "repetition_penalty": 8},
-    **{"stream_interval": 8, "stream_options": 8, "tool_choice": 8, "top_logprobs": 8, "frequency_penalty": 7},
+    **{"stream_interval": 8, "stream_options": 8, "tool_choice": 7, "top_logprobs": 8, "frequency_penalty": 7},
     **{"presence_penalty": 7, "return_tokens_as_token_ids": 7, "thinking_token_budget": 7, "truncation_side": 7},
 }
 """Request field -> product files that name it, where they are more. Several names are also those of something else."""
