@@ -441,14 +441,14 @@ class SamplingFields(StructuredFields, ClientHints):
             yield Ignored("options", "hint", "options has no effect: they are Ollama's; use the request's own fields")
 
     @property
-    def names_conversation(self) -> bool:
-        """Whether the client names its conversation, so that it wants to know what was cached."""
-        return self.prompt_cache_key is not None or self.session_id is not None
-
-    @property
     def cache_hint(self) -> str | None:
         """What the client names its conversation or its user by."""
         return self.prompt_cache_key or self.session_id or self.user
+
+    @property
+    def gives_cache_key(self) -> bool:
+        """Whether the client names its conversation: it is told how much of its prompt was cached."""
+        return self.prompt_cache_key is not None or self.session_id is not None
 
     @property
     def limits_context(self) -> bool:

@@ -184,7 +184,7 @@ class CompletionBuilder(ResponseBuilder):
     def __init__(
         self, request: SamplingFields, response_id: str, model: str, config: ServerConfig, tokenizer: Tokenizer | None
     ) -> None:
-        self.usage = Usage(details=config.enable_prompt_tokens_details or request.names_conversation)
+        self.usage = Usage(details=config.enable_prompt_tokens_details or request.gives_cache_key)
         self._id = response_id
         self._created = int(time.time())
         self._model = model
