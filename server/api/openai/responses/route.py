@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,11 +16,13 @@ from fastapi.responses import Response
 from starlette.types import Message
 
 from pagoda.common.errors import PagodaError, RequestError
-from pagoda.server.api.chat_prompt import ChatPrompt, prepare, prepare_fitting
+from pagoda.server.api.chat_prompt import ChatPrompt, PlainReader, prepare, prepare_fitting
 from pagoda.server.api.openai.responses.input import (
     ITEMS,
     Item,
     ItemReference,
+    McpApprovalRequestItem,
+    approved_calls,
     dumped_item,
     items_of,
     output_items,
@@ -29,8 +31,10 @@ from pagoda.server.api.openai.responses.input import (
 from pagoda.server.api.openai.responses.output import ResponsesBuilder, ResponseView
 from pagoda.server.api.openai.responses.request import ResponsesRequest
 from pagoda.server.api.openai.responses.retrieval import encoded_json, event_stream
-from pagoda.server.api.openai.responses.tools import OfferedTool
-from pagoda.server.http.body import note_ignored
+from pagoda.server.api.openai.responses.tool_loop import ToolLoop
+from pagoda.server.api.openai.responses.tool_servers import ToolServerError, ToolSessions
+from pagoda.server.api.openai.responses.tools import McpTool
+from pagoda.server.http.body import Ignored, note_ignored
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.fields import TokenNames
 from pagoda.server.http.generation import Generation
@@ -62,12 +66,26 @@ async def create_response(request: Request) -> Response:
     owner = owner_of(request.scope)
     response_id = _new_id(state, body, owner)
     context = _context_of(state, body, owner)
+    sessions = await _opened_sessions(request, state, body)
     try:
-        chat = await _prepared(request, state, body, context)
-        user = body.safety_identifier or body.user
-        generation = Generation(state, response_id, [chat], chat.params, model=model, priority=body.priority, user=user)
-        tools, _ = body.offered(context.items, context.num_earlier)
-        builder = _builder(state, body, chat, tools, id=response_id, model=model, stores=stores)
+        turn = _Turn(
+            request=request,
+            state=state,
+            body=body,
+            context=context,
+            id=response_id,
+            model=model,
+            began=asyncio.get_running_loop().time(),
+        )
+        approved = approved_calls(context.items, context.num_earlier)
+        first: Generation | None = None
+        parser: DeltaParser | None = None
+        if not approved:
+            first, parser = await turn.generation(context.items)
+        builder = turn.builder(parser, stores=stores)
+        source = first if not sessions.listings else turn.tool_loop(builder, sessions, first, approved)
+        if source is None:
+            raise _unknown_servers(approved)
         stored = StoredResponse(
             response_id,
             lambda: encode_json(builder.response),
@@ -76,14 +94,15 @@ async def create_response(request: Request) -> Response:
         )
         builder.on_end = lambda: _end(state, stored if stores else None, builder, context)
         if body.background:
-            await _start_in_background(state, generation, builder, stored)
+            await _start_in_background(state, source, builder, stored)
             return event_stream(state, stored, 0) if body.stream else encoded_json(stored.body)
         style = EventStyle(
             named_event, lambda error: b"".join(map(named_event, builder.fail(error))), done=b"", lost=LOST_RESPONSE
         )
-        return await respond(request, state, generation, builder, stream=bool(body.stream), style=style)
-    except RequestError as error:
-        raise body.in_own_names(error) from None
+        return await respond(request, state, source, builder, stream=bool(body.stream), style=style)
+    except BaseException as error:
+        await sessions.close()
+        raise (body.in_own_names(error) if isinstance(error, RequestError) else error) from None
 
 
 @router.post("/v1/responses/input_tokens", response_model=None)
@@ -91,6 +110,7 @@ async def count_input_tokens(request: Request) -> Response:
     """Count the prompt tokens of a response without generating it."""
     state, body, _ = await read_for_model(request, ResponsesRequest)
     context = _context_of(state, body, owner_of(request.scope))
+    await (await _opened_sessions(request, state, body)).close()
     try:
         chat = await _prepared(request, state, body, context)
     except RequestError as error:
@@ -104,6 +124,7 @@ async def render_response(request: Request) -> Response:
     state, body, model = await read_for_model(request, ResponsesRequest)
     owner = owner_of(request.scope)
     context = _context_of(state, body, owner)
+    await (await _opened_sessions(request, state, body)).close()
     try:
         chat = await _prepared(request, state, body, context)
         options = PreviewOptions(
@@ -196,30 +217,115 @@ def _earlier_items(state: ServerState, response_id: str | None, owner: bytes) ->
     return ITEMS.validate_json(stored.items)
 
 
-def _builder(
-    state: ServerState,
-    body: ResponsesRequest,
-    chat: ChatPrompt,
-    tools: Iterable[OfferedTool],
-    *,
-    id: str,
-    model: str,
-    stores: bool,
-) -> ResponsesBuilder:
-    fixed = {"id": id, "object": "response", "created_at": int(time.time()), "model": model, "store": stores}
-    parser = DeltaParser(
-        chat.reader(),
-        state.tokenizer() if body.shows_logprobs else None,
-        skip_special_tokens=chat.params.skip_special_tokens,
-    )
-    view = ResponseView(
-        reasoning=body.include_reasoning,
-        encrypted_content=body.includes_encrypted_reasoning,
-        logprobs=(body.top_logprobs or 0) if body.shows_logprobs else None,
-        names=TokenNames(state.tokenizer(), as_ids=state.config.return_tokens_as_token_ids),
-        tools={tool.function_name: tool for tool in tools},
-    )
-    return ResponsesBuilder(fixed | body.shown(chat.params), parser, view)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    """One response: what its generations and its builder are made of."""
+
+    request: Request
+    state: ServerState
+    body: ResponsesRequest
+    context: _Context
+    id: str
+    model: str
+    began: float  # Time of the event loop, from which --request-timeout counts.
+
+    async def generation(self, items: Sequence[Item]) -> tuple[Generation, DeltaParser]:
+        """Return the generation of a conversation, and what reads its outputs. Raise RequestError."""
+        state = self.state
+        body = self.body
+        chat = await _prepared(self.request, state, body, replace(self.context, items=list(items)))
+        generation = Generation(
+            state,
+            self.id,
+            [chat],
+            chat.params,
+            model=self.model,
+            priority=body.priority,
+            user=body.safety_identifier or body.user,
+            began=self.began,
+        )
+        parser = DeltaParser(
+            chat.reader(),
+            state.tokenizer() if body.shows_logprobs else None,
+            skip_special_tokens=chat.params.skip_special_tokens,
+        )
+        return generation, parser
+
+    def builder(self, parser: DeltaParser | None, *, stores: bool) -> ResponsesBuilder:
+        """Return the builder. `parser`: of the first generation; None: the tool loop sets one."""
+        state = self.state
+        body = self.body
+        fixed = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": self.model,
+            "store": stores,
+        }
+        tools, _ = body.offered(self.context.items, self.context.num_earlier)
+        view = ResponseView(
+            reasoning=body.include_reasoning,
+            encrypted_content=body.includes_encrypted_reasoning,
+            logprobs=(body.top_logprobs or 0) if body.shows_logprobs else None,
+            names=TokenNames(state.tokenizer(), as_ids=state.config.return_tokens_as_token_ids),
+            tools={tool.function_name: tool for tool in tools},
+        )
+        params = body.params(state.llm().info.sampling_defaults)
+        return ResponsesBuilder(
+            fixed | body.shown(params), parser or DeltaParser(PlainReader(), None, skip_special_tokens=True), view
+        )
+
+    def tool_loop(
+        self,
+        builder: ResponsesBuilder,
+        sessions: ToolSessions,
+        first: Generation | None,
+        approved: Sequence[McpApprovalRequestItem],
+    ) -> ToolLoop:
+        """Return the source of a response that may call tools of servers."""
+        return ToolLoop(
+            self.id,
+            builder,
+            sessions,
+            replace(self, body=self.body.after_calls()).generation,
+            first=first,
+            items=self.context.items,
+            approved=approved,
+            max_rounds=self.state.config.max_tool_rounds,
+            max_calls=self.body.max_tool_calls,
+            seconds=self.state.config.request_timeout,
+        )
+
+
+async def _opened_sessions(request: Request, state: ServerState, body: ResponsesRequest) -> ToolSessions:
+    """Return sessions with the servers of the request's tools, which are asked for their tools.
+
+    Without --tool-server the tools are ignored, and noted. Raise RequestError, or HttpError (424) for a server that
+    fails.
+    """
+    sessions = ToolSessions()
+    tools = [(index, tool) for index, tool in enumerate(body.tools or ()) if isinstance(tool, McpTool)]
+    if tools and not state.config.tool_server:
+        reason = "type 'mcp' needs a server that calls tools (--tool-server)"
+        ignored = [Ignored(f"tools[{index}]", "tool", f"tools[{index}]: {reason}", "mcp") for index, _ in tools]
+        if state.config.strict_requests:
+            raise RequestError(ignored[0].path, ignored[0].reason)
+        note_ignored(request, ignored)
+        return sessions
+    try:
+        await sessions.open(state.config, body.tools or ())
+    except ToolServerError as error:
+        await sessions.close()
+        raise HttpError(424, str(error), "tools") from None
+    except BaseException:
+        await sessions.close()
+        raise
+    return sessions
+
+
+def _unknown_servers(approved: Sequence[McpApprovalRequestItem]) -> RequestError:
+    label = approved[0].server_label[:64]
+    return RequestError("tools", f"tools has no server {label!r}, whose call the input approves; send it again")
 
 
 def _end(state: ServerState, stored: StoredResponse | None, builder: ResponsesBuilder, context: _Context) -> None:
@@ -245,7 +351,7 @@ def _end(state: ServerState, stored: StoredResponse | None, builder: ResponsesBu
 
 
 async def _start_in_background(
-    state: ServerState, generation: Generation, builder: ResponsesBuilder, stored: StoredResponse
+    state: ServerState, generation: Generation | ToolLoop, builder: ResponsesBuilder, stored: StoredResponse
 ) -> None:
     """Start a task that runs the generation, and store the response. Return once the engine has accepted it.
 
@@ -270,7 +376,7 @@ class _BackgroundRun:
         self._builder = builder
         self._stored = stored
 
-    async def run(self, generation: Generation) -> None:
+    async def run(self, generation: Generation | ToolLoop) -> None:
         """Run until the response ends or the server stops. Raise only errors from before the engine accepted it."""
         try:
             await cancel_on_disconnect(_never_disconnects, self._state.stopping, self._read(generation))
@@ -288,7 +394,7 @@ class _BackgroundRun:
             self._stored.add_event(named_event(event))
         self._state.responses.resize(self._stored)
 
-    async def _read(self, generation: Generation) -> None:
+    async def _read(self, generation: Generation | ToolLoop) -> None:
         async with aclosing(generation.outputs()) as outputs:
             async for index, output in outputs:
                 self.add_events(self._builder.chunks(index, output))
