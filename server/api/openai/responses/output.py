@@ -468,6 +468,8 @@ class ResponsesBuilder:
             self._has_begun = True
             yield from self._start()
         for item, (kind, payload) in self._unsent:
+            if item not in self._items:
+                self._items.append(item)
             yield self._event(kind, {"output_index": self._items.index(item)} | payload)
         self._unsent.clear()
         if not output.outputs:
@@ -510,7 +512,8 @@ class ResponsesBuilder:
                 pass
             self._finish("cancelled")
 
-    # Tools of servers: what is added here is sent with the next output, which may be one without completions.
+    # Tools of servers: what is added here becomes a part of the response with the next output, which may be one without
+    # completions.
 
     @property
     def calls_to_make(self) -> list[McpCallOutput]:
@@ -525,14 +528,12 @@ class ResponsesBuilder:
     def add_listing(self, server_label: str, tools: list[dict[str, Any]]) -> None:
         """Add what a server listed."""
         item = McpListToolsOutput(server_label, tools)
-        self._items.append(item)
         self._unsent += [(item, event) for event in (*item.start(), *item.stop("completed"))]
 
     def add_approved_call(self, request: McpApprovalRequestItem) -> McpCallOutput:
         """Add a call that the client approved."""
         block = OutputBlock("call", request.name, parts=[request.arguments])
         item = McpCallOutput(block, request.server_label, request.id)
-        self._items.append(item)
         self._unsent += [(item, event) for event in (*item.start(), *item.stop("completed"))]
         return item
 

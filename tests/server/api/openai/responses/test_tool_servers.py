@@ -112,7 +112,8 @@ def test_a_tool_is_called_and_its_result_answered(server: LiveServer) -> None:
     assert (made["server_label"], made["name"], json.loads(made["arguments"])) == ("calc", "add", {"a": 2, "b": 3})
     assert (made["output"], made["error"], made["status"]) == ("sum 5", None, "completed")
     assert message["content"][0]["text"] == "It is five."
-    assert response["usage"]["input_tokens"] > 2 * len(ask("")["input"]), "the prompts of both rounds"
+    alone = server.post("/v1/responses", ask("fine"))[1]["usage"]["input_tokens"]
+    assert response["usage"]["input_tokens"] > 2 * alone, "the prompts of both rounds"
     status, again = server.post("/v1/responses", {"input": "x", "previous_response_id": response["id"]})
     assert status == 200, again
 
@@ -125,6 +126,7 @@ def test_the_same_is_streamed(server: LiveServer) -> None:
         *("created", "in_progress", "output_item.added"),
         *("mcp_list_tools.in_progress", "mcp_list_tools.completed", "output_item.done"),
     ]
+    assert [len(event["response"]["output"]) for event in events if "response" in event] == [0, 0, 3]
     calls = [name for name in names if name.startswith("mcp_call") and "delta" not in name]
     assert calls == ["mcp_call.in_progress", "mcp_call_arguments.done", "mcp_call.completed"]
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
