@@ -46,6 +46,7 @@ from pagoda.server.api.openai.responses.conversations import (
     UpdateConversationRequest,
 )
 from pagoda.server.api.openai.responses.request import ResponsesRequest
+from pagoda.server.api.openai.responses.tool_servers import prepare as prepare_tool_servers
 from pagoda.server.api.pooling import routes as embeddings
 from pagoda.server.api.pooling import scoring
 from pagoda.server.api.pooling.fields import (
@@ -129,6 +130,7 @@ logger = logging.getLogger(__name__)
 def create_app(state: ServerState) -> FastAPI:
     """Return the application. Requests are answered 503 until the engine of `state` is warm."""
     config = state.config
+    prepare_tool_servers(config.tool_server)
     app = FastAPI(
         title="pagoda",
         version=pagoda.__version__,

@@ -99,8 +99,8 @@ class _Decompressor(Protocol):
         """What follows the end of the stream."""
         ...
 
-    def decompress(self, data: bytes, max_length: int) -> bytes:
-        """Return the next bytes, at most `max_length`."""
+    def decompress(self, data: bytes, limit: int, /) -> bytes:
+        """Return the next bytes, at most `limit`."""
         ...
 
 

@@ -244,9 +244,10 @@ BlockEvent = BlockStart | BlockDelta | BlockStop
 class BlockBuilder:
     """Converts parser events into block events. White space alone, as between reasoning and a call, opens no block."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_be_empty: bool = False) -> None:
+        """`may_be_empty`: an output without blocks gets no empty one."""
         self._open: OutputBlock | None = None
-        self._has_blocks = False
+        self._has_blocks = may_be_empty
         self._blank_kind: BlockKind = "text"
         self._blank: list[str] = []  # Leading white space of a possible block of that kind.
 
@@ -264,7 +265,7 @@ class BlockBuilder:
                     yield from self._append(text)
 
     def finish(self) -> Iterator[BlockEvent]:
-        """Close the open block. If there was none, yield one text block, possibly empty."""
+        """Close the open block. If there was none, and the output may not be empty, yield one text block."""
         if not self._has_blocks:
             blank = "".join(self._blank) if self._blank_kind == "text" else ""
             yield from self._start(OutputBlock("text"))

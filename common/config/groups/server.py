@@ -145,8 +145,17 @@ class ServerConfig:
     tool_parser_plugin: str = option("", "File or module that defines tool call parsers in a dictionary TOOL_FORMATS.")
     tool_server: str | None = option(
         None,
-        "Tool server for built-in tools, as host:port.",
-        refused="built-in tools are not executed; give tools in requests and run their calls in the client",
+        "Comma-separated servers of the Model Context Protocol whose tools Responses may call (tools of type mcp): "
+        "host:port, a URL, or LABEL=URL. Requests may name no other server.",
+    )
+    tool_server_timeout: float = option(
+        60.0, "Seconds within which a tool server lists its tools, or answers a call. See --tool-server."
+    )
+    max_tool_rounds: int = option(
+        16, "Maximum number of times that a response calls tools of --tool-server and continues with their results."
+    )
+    max_tool_result_bytes: int = option(
+        1 << 20, "Maximum size of an answer of a tool server, in bytes. See --tool-server."
     )
     exclude_tools_when_tool_choice_none: bool = option(
         False, "Leave tool definitions out of the prompt when tool_choice is none."
@@ -247,12 +256,13 @@ class ServerConfig:
             ("--timeout-headers", self.timeout_headers),
             ("--timeout-body", self.timeout_body),
             ("--timeout-keep-alive", self.timeout_keep_alive),
+            ("--tool-server-timeout", self.tool_server_timeout),
         ):
             if not 0.0 < seconds < float("inf"):
                 raise ConfigError(flag, f"{seconds} is not a number of seconds above 0")
         need_positive(
             self,
-            *("max_body_bytes", "max_connections", "max_stop_strings"),
+            *("max_body_bytes", "max_connections", "max_stop_strings", "max_tool_rounds", "max_tool_result_bytes"),
             *("h11_max_incomplete_event_size", "h11_max_header_count", "api_server_count"),
         )
         self._check_processes()

@@ -4,8 +4,9 @@ The model's name says how it behaves: "fake" spells the alphabet (after z it end
 "fake:endless" too, for minutes, "fake:crash" fails in its third step, "fake:exit" ends the process there, "fake:hang"
 never comes back from it, "fake:held@FILE" generates as long as a sequence has at most as many tokens as the file says,
 "fake:config" and "fake:bug" do not start. "fake:say" answers what the first message has
-between [[ and ]], "fake:harmony" too, as a model of the family with that format. "fake:script@FILE" plays
-written answers (see Script).
+between [[ and ]], "fake:steps" the part of that, parted by ||, whose number is that of the results of tools before it,
+"fake:harmony" what "fake:say" answers, as a model of the family with that format. "fake:script@FILE" plays written
+answers (see Script).
 "fake:pool-KIND" is a pooling model of a kind (see fake_pooling).
 """
 
@@ -42,7 +43,10 @@ WIDTH = 4
 
 CRASH_AT: int | None = 3
 """The step in which "fake:crash" fails."""
-MAX_LENS = {"say": 1024, "harmony": 1024, "endless": 65_536, "held": 65_536, "script": 262_144}
+MAX_LENS = {
+    **{"say": 1024, "steps": 4096, "harmony": 1024, "endless": 65_536, "held": 65_536},
+    "script": 262_144,
+}
 
 
 def build(config: EngineConfig, usage: str = "llm") -> BuiltEngine:
@@ -198,6 +202,19 @@ def say(history: list[int]) -> int:
     return found[1][said] if said < len(found[1]) else EOS
 
 
+def say_steps(history: list[int]) -> int:
+    """The next byte of the part of what `say` says that belongs to this round of tools."""
+    if history[-1] == EOS:
+        return EOS
+    text = b"".join(b"<eos>" if token == EOS else bytes([token]) for token in history)
+    found = _SCRIPT.search(text)
+    assert found is not None, "the prompt has nothing between [[ and ]]"
+    parts = found[1].split(b"||")
+    part = parts[min(text[: found.end()].count(b";tool: "), len(parts) - 1)]
+    said = len(text) - found.end()
+    return part[said] if said < len(part) else EOS
+
+
 _SCRIPT = re.compile(rb"\[\[(.*?)\]\].*?assistant:(?! )(?:</?think>\x1f)?", re.DOTALL)
 
 NEXT: dict[str, Callable[[list[int]], int]] = {
@@ -206,6 +223,7 @@ NEXT: dict[str, Callable[[list[int]], int]] = {
     "exit": leave,
     "hang": hang,
     "say": say,
+    "steps": say_steps,
     "harmony": say,
 }
 

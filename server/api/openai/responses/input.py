@@ -210,6 +210,58 @@ class ToolSearchOutputItem(RequestBody):
     status: str | None = None
 
 
+class McpListToolsItem(RequestBody):
+    """The tools that a server listed. The servers are asked again for each response, so it has no effect."""
+
+    type: Literal["mcp_list_tools"]
+    server_label: str
+    tools: list[Any] = Field(default_factory=list)
+    error: Any = None
+    id: str | None = None
+    status: str | None = None
+
+
+class McpCallItem(RequestBody):
+    """A call of a tool that a server ran."""
+
+    type: Literal["mcp_call"]
+    server_label: str
+    name: str
+    arguments: str
+    output: str | None = None
+    error: Any = None
+    approval_request_id: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+    @property
+    def result(self) -> str:
+        """What the model sees of the call."""
+        return self.output if self.output is not None else f"Error: {self.error or 'the call has no result'}"
+
+
+class McpApprovalRequestItem(RequestBody):
+    """A call that waits for the client's approval."""
+
+    type: Literal["mcp_approval_request"]
+    server_label: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class McpApprovalResponseItem(RequestBody):
+    """The client's answer to an approval request. A call that is approved is made when the response begins."""
+
+    type: Literal["mcp_approval_response"]
+    approval_request_id: str
+    approve: bool
+    reason: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+
 class ItemReference(RequestBody):
     """Stands for an item of a stored response."""
 
@@ -233,6 +285,7 @@ _KNOWN: Final = (
     *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
     *("local_shell_call", "local_shell_call_output", "item_reference"),
     *("additional_tools", "tool_search_call", "tool_search_output"),
+    *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
 )
 
 
@@ -258,6 +311,10 @@ Item = Annotated[
     | Annotated[AdditionalToolsItem, Tag("<additional_tools>")]
     | Annotated[ToolSearchCallItem, Tag("<tool_search_call>")]
     | Annotated[ToolSearchOutputItem, Tag("<tool_search_output>")]
+    | Annotated[McpListToolsItem, Tag("<mcp_list_tools>")]
+    | Annotated[McpCallItem, Tag("<mcp_call>")]
+    | Annotated[McpApprovalRequestItem, Tag("<mcp_approval_request>")]
+    | Annotated[McpApprovalResponseItem, Tag("<mcp_approval_response>")]
     | Annotated[ItemReference, Tag("<item_reference>")]
     | Annotated[OtherItem, Tag(OTHER)],
     Discriminator(_tag_of),
@@ -297,6 +354,10 @@ _ID_PREFIXES: Final = {
     "additional_tools": "at",
     "tool_search_call": "tsc",
     "tool_search_output": "tso",
+    "mcp_list_tools": "mcpl",
+    "mcp_call": "mcp",
+    "mcp_approval_request": "mcpr",
+    "mcp_approval_response": "mcpa",
 }
 """Prefix of a new id, by type of the item."""
 
@@ -348,6 +409,20 @@ def shown_item(item: Item) -> dict[str, Any]:
     return shown if isinstance(item, ReasoningItem) else {"status": "completed"} | shown
 
 
+def approved_calls(items: Sequence[Item], num_earlier: int) -> list[McpApprovalRequestItem]:
+    """Return the calls that items of the current request approve, and that no item reports as made."""
+    requests = {item.id: item for item in items if isinstance(item, McpApprovalRequestItem)}
+    made = {item.approval_request_id for item in items if isinstance(item, McpCallItem)}
+    return [
+        requests[item.approval_request_id]
+        for item in items[num_earlier:]
+        if isinstance(item, McpApprovalResponseItem)
+        and item.approve
+        and item.approval_request_id in requests
+        and item.approval_request_id not in made
+    ]
+
+
 def tools_in(items: Sequence[Item], num_earlier: int) -> list[OfferedTool]:
     """Return the functions that are offered for tools in items, those of the current request first."""
     numbered = list(enumerate(items, -num_earlier))
@@ -365,6 +440,7 @@ def messages_of(instructions: str | None, items: Sequence[Item], num_earlier: in
     `num_earlier`: number of leading items that belong to earlier requests, for error messages. Raise RequestError.
     """
     builder = _MessagesFromItems()
+    requests = {item.id: item for item in items if isinstance(item, McpApprovalRequestItem)}
     for number, item in enumerate(items, -num_earlier):
         where = f"input[{number}]" if number >= 0 else "previous_response_id"
         match item:
@@ -387,6 +463,18 @@ def messages_of(instructions: str | None, items: Sequence[Item], num_earlier: in
                 builder.call_output(where, item.call_id, _text(item.output))
             case LocalShellCallOutputItem():
                 builder.call_output(where, item.call_id or item.id or "", _text(item.output))
+            case McpCallItem():
+                call_id = item.id or f"mcp_{number}"
+                builder.call(call_id, item.name, item.arguments)
+                builder.call_output(where, call_id, item.result)
+            case McpApprovalResponseItem(approval_request_id=asked_id):
+                if (asked := requests.get(asked_id)) is None:
+                    raise RequestError(
+                        where, f"{where}.approval_request_id {asked_id[:80]!r} matches no mcp_approval_request"
+                    )
+                if not item.approve:
+                    builder.call(asked_id, asked.name, asked.arguments)
+                    builder.call_output(where, asked_id, f"The user refused this call. {item.reason or ''}".strip())
             case ToolSearchCallItem(call_id=str() as call_id):
                 builder.call(call_id, TOOL_SEARCH, json.dumps(item.arguments or {}, ensure_ascii=False))
             case ToolSearchOutputItem(call_id=str() as call_id):

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pagoda.server.api.openai.responses.input import encode_reasoning
+from pagoda.server.api.openai.responses.input import McpApprovalRequestItem, encode_reasoning
+from pagoda.server.api.openai.responses.tool_servers import ToolResult
 from pagoda.server.api.openai.responses.tools import CustomInputDecoder, OfferedTool
 from pagoda.server.http.errors import UnavailableError, response_error
 from pagoda.server.http.fields import TokenNames, chat_logprobs
@@ -247,6 +248,112 @@ class _ToolSearchCallOutput(_CallOutput):
         }
 
 
+class McpListToolsOutput(OutputItem):
+    """The tools that a server lists."""
+
+    def __init__(self, server_label: str, tools: list[dict[str, Any]]) -> None:
+        super().__init__("mcpl", OutputBlock("call"))
+        self._server_label = server_label
+        self._tools = tools
+
+    def as_dict(self) -> dict[str, Any]:
+        tools = self._tools if self.status != "in_progress" else []
+        return {
+            "id": self.id,
+            "type": "mcp_list_tools",
+            "server_label": self._server_label,
+            "tools": tools,
+            "error": None,
+        }
+
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
+        """Yield nothing: the list arrives as a whole."""
+        yield from ()
+
+    def start(self) -> Iterator[ItemEvent]:
+        yield from super().start()
+        yield "response.mcp_list_tools.in_progress", {"item_id": self.id}
+
+    def stop(self, status: str) -> Iterator[ItemEvent]:
+        yield "response.mcp_list_tools.completed", {"item_id": self.id}
+        yield from super().stop(status)
+
+
+class McpCallOutput(OutputItem):
+    """A call that this server makes. It has no result when its block stops; `finish` adds it."""
+
+    def __init__(self, block: OutputBlock, server_label: str, approval_request_id: str | None = None) -> None:
+        super().__init__("mcp", block)
+        self.server_label = server_label
+        self.result: ToolResult | None = None
+        self._approval_request_id = approval_request_id
+
+    @property
+    def name(self) -> str:
+        return self._block.name
+
+    @property
+    def arguments(self) -> str:
+        return self._block.text
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "mcp_call",
+            "server_label": self.server_label,
+            "name": self.name,
+            "arguments": self.arguments,
+            "output": None if self.result is None else self.result.output,
+            "error": None if self.result is None else self.result.error,
+            "approval_request_id": self._approval_request_id,
+            "status": self.status,
+        }
+
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
+        yield "response.mcp_call_arguments.delta", {"item_id": self.id, "delta": text}
+
+    def start(self) -> Iterator[ItemEvent]:
+        yield from super().start()
+        yield "response.mcp_call.in_progress", {"item_id": self.id}
+
+    def stop(self, status: str) -> Iterator[ItemEvent]:
+        yield "response.mcp_call_arguments.done", {"item_id": self.id, "arguments": self.arguments}
+        if status != "completed":
+            yield from self.finish(NOT_MADE, status)
+
+    def finish(self, result: ToolResult, status: str = "completed") -> Iterator[ItemEvent]:
+        """Yield the last events of a call."""
+        self.result = result
+        failed = result.output is None
+        self.status = "failed" if failed and status == "completed" else status
+        yield f"response.mcp_call.{'failed' if failed else 'completed'}", {"item_id": self.id}
+        yield "response.output_item.done", {"item": self.as_dict()}
+
+
+NOT_MADE: Final = ToolResult(None, "the response ended before the call was made")
+
+
+class _McpApprovalOutput(OutputItem):
+    """A call that waits for the client's approval. The API has no events for its parts."""
+
+    def __init__(self, block: OutputBlock, tool: OfferedTool) -> None:
+        super().__init__("mcpr", block)
+        self._server_label = tool.server_label
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "mcp_approval_request",
+            "server_label": self._server_label,
+            "name": self._block.name,
+            "arguments": self._block.text,
+        }
+
+    def delta(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[ItemEvent]:
+        """Yield nothing."""
+        yield from ()
+
+
 def _object_of(arguments: str) -> dict[str, Any]:
     """Return the JSON object; an empty one for other text."""
     try:
@@ -278,6 +385,8 @@ _CALLS: Final[Mapping[str, Callable[[OutputBlock, OfferedTool], OutputItem]]] = 
     "custom": _CustomToolCallOutput,
     "local_shell": _LocalShellCallOutput,
     "tool_search": _ToolSearchCallOutput,
+    "mcp": lambda block, tool: McpCallOutput(block, tool.server_label or ""),
+    "mcp_approval": _McpApprovalOutput,
 }
 
 
@@ -324,6 +433,10 @@ class ResponsesBuilder:
         self._num_events = 0
         self._usage: dict[str, Any] | None = None
         self._output_tokens = 0
+        self._earlier_usage = (0, 0, 0)  # Prompt, cached and reasoning tokens of the rounds before this one.
+        self._has_begun = False
+        self._ending: str | None = None  # The status with which the response ends after calls; None: it goes on.
+        self._unsent: list[tuple[OutputItem, ItemEvent]] = []  # Events of items that no output of the model has.
         self._error: dict[str, Any] | None = None
         self._incomplete: dict[str, Any] | None = None
         self._completed_at: int | None = None
@@ -351,8 +464,19 @@ class ResponsesBuilder:
         yield self._response_event("response.queued")
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[Event]:
-        if self._usage is None:
+        if not self._has_begun:
+            self._has_begun = True
             yield from self._start()
+        for item, (kind, payload) in self._unsent:
+            if item not in self._items:
+                self._items.append(item)
+            yield self._event(kind, {"output_index": self._items.index(item)} | payload)
+        self._unsent.clear()
+        if not output.outputs:
+            if self._ending is not None:
+                self._completed_at = int(time.time()) if self._ending == "completed" else None
+                yield from self._close(self._ending, incomplete=self._incomplete)
+            return
         self._count(output)
         for completion in output.outputs:
             for delta in self._parser.feed(completion):
@@ -386,6 +510,50 @@ class ResponsesBuilder:
                 pass
             self._finish("cancelled")
 
+    # Tools of servers: what is added here becomes a part of the response with the next output, which may be one without
+    # completions.
+
+    @property
+    def calls_to_make(self) -> list[McpCallOutput]:
+        """Calls of servers' tools that have no result."""
+        return [item for item in self._items if isinstance(item, McpCallOutput) and item.result is None]
+
+    @property
+    def awaits_client(self) -> bool:
+        """True if a call of this response is the client's: to make, or to approve."""
+        return any(isinstance(item, _CallOutput | _McpApprovalOutput) for item in self._items)
+
+    def add_listing(self, server_label: str, tools: list[dict[str, Any]]) -> None:
+        """Add what a server listed."""
+        item = McpListToolsOutput(server_label, tools)
+        self._unsent += [(item, event) for event in (*item.start(), *item.stop("completed"))]
+
+    def add_approved_call(self, request: McpApprovalRequestItem) -> McpCallOutput:
+        """Add a call that the client approved."""
+        block = OutputBlock("call", request.name, parts=[request.arguments])
+        item = McpCallOutput(block, request.server_label, request.id)
+        self._unsent += [(item, event) for event in (*item.start(), *item.stop("completed"))]
+        return item
+
+    def add_result(self, call: McpCallOutput, result: ToolResult) -> None:
+        """Add the result of a call."""
+        self._unsent += [(call, event) for event in call.finish(result)]
+
+    def begin_round(self, parser: DeltaParser) -> None:
+        """Read further outputs, of a generation that has the results of the calls in its prompt."""
+        if self._usage is not None:
+            cached = self._usage["input_tokens_details"]["cached_tokens"]
+            reasoning = self._earlier_usage[2] + self._parser.reasoning_tokens
+            self._earlier_usage = (self._usage["input_tokens"], cached, reasoning)
+        self._parser = parser
+        self._blocks = BlockBuilder(may_be_empty=True)
+        self._logprobs = []
+
+    def end_after_calls(self, reason: str | None) -> None:
+        """End a response whose last output was calls. `reason`: why it is incomplete; None: it is complete."""
+        self._ending = "completed" if reason is None else "incomplete"
+        self._incomplete = None if reason is None else {"reason": reason}
+
     def _start(self) -> Iterator[Event]:
         self.status = "in_progress"
         if not self._num_events:
@@ -393,8 +561,9 @@ class ResponsesBuilder:
         yield self._response_event("response.in_progress")
 
     def _count(self, output: RequestOutput) -> None:
-        prompt = num_prompt_tokens(output)
-        cached = output.num_cached_tokens or 0
+        earlier_prompt, earlier_cached, _ = self._earlier_usage
+        prompt = num_prompt_tokens(output) + earlier_prompt
+        cached = (output.num_cached_tokens or 0) + earlier_cached
         self._output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         self._usage = {
             "input_tokens": prompt,
@@ -438,6 +607,8 @@ class ResponsesBuilder:
 
     def _end(self, finish_reason: str) -> Iterator[Event]:
         match finish_reason:
+            case "stop" if self.calls_to_make:
+                yield from self._item_events(self._blocks.finish())  # The response goes on with their results.
             case "stop":
                 self._completed_at = int(time.time())
                 yield from self._close("completed")
@@ -453,6 +624,9 @@ class ResponsesBuilder:
         item_status = "completed" if status == "completed" else "incomplete"
         if self._usage is not None:  # Without any output there is no item.
             yield from self._item_events(self._blocks.finish(), item_status)
+        for call in self.calls_to_make:
+            for kind, payload in call.finish(NOT_MADE, item_status):
+                yield self._event(kind, {"output_index": self._items.index(call)} | payload)
         self._error = error
         self._incomplete = incomplete
         self._finish(status)
@@ -461,7 +635,8 @@ class ResponsesBuilder:
     def _finish(self, status: str) -> None:
         self.status = status
         if self._usage is not None:
-            self._usage["output_tokens_details"] = {"reasoning_tokens": self._parser.reasoning_tokens}
+            reasoning = self._earlier_usage[2] + self._parser.reasoning_tokens
+            self._usage["output_tokens_details"] = {"reasoning_tokens": reasoning}
         self.on_end()
 
     def _response_event(self, kind: str) -> Event:

@@ -16,6 +16,7 @@ from pagoda.server.api.openai.responses.tools import (
     OfferedTool,
     ResponsesTool,
     ToolChoice,
+    check_tool_names,
     chosen_tools,
     offered_tools,
     shown_tools,
@@ -123,7 +124,7 @@ class ResponsesRequest(RequestBody):
     )
     max_output_tokens: Int64 | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Limits calls of built-in tools, which this server does not have: no effect."
+        None, description="Maximum number of calls of tools of type mcp; further ones fail, which the model sees."
     )
     metadata: Metadata | None = None
     parallel_tool_calls: bool | None = True
@@ -241,12 +242,17 @@ class ResponsesRequest(RequestBody):
         Of tools in items with the same name, the first is offered. Raise RequestError.
         """
         tools = offered_tools(self.tools or ())
+        check_tool_names(tools)
         names = {tool.function_name for tool in tools}
         for tool in tools_in(items, num_earlier):
             if tool.function_name not in names:
                 tools.append(tool)
                 names.add(tool.function_name)
         return chosen_tools(tools, self.tool_choice)
+
+    def after_calls(self) -> ResponsesRequest:
+        """Return the request with which a response goes on after calls: a choice that demands one has had it."""
+        return self if self.tool_choice in ("auto", "none") else self.model_copy(update={"tool_choice": "auto"})
 
     def conversation_of(self, items: Sequence[Item], num_earlier: int) -> Conversation:
         """Return the conversation of `items`, the first `num_earlier` of earlier requests. Raise RequestError."""

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,13 @@ from fastapi.responses import Response
 from starlette.types import Message
 
 from pagoda.common.errors import PagodaError, PromptTooLongError, RequestError
-from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.api.chat_prompt import ChatPrompt, PlainReader, prepare, prepare_fitting
 from pagoda.server.api.openai.responses.input import (
     ITEMS,
     Item,
     ItemReference,
+    McpApprovalRequestItem,
+    approved_calls,
     dumped_item,
     items_of,
     output_items,
@@ -31,8 +32,10 @@ from pagoda.server.api.openai.responses.input import (
 from pagoda.server.api.openai.responses.output import ResponsesBuilder, ResponseView
 from pagoda.server.api.openai.responses.request import ResponsesRequest
 from pagoda.server.api.openai.responses.retrieval import encoded_json, event_stream
-from pagoda.server.api.openai.responses.tools import OfferedTool
-from pagoda.server.http.body import note_ignored
+from pagoda.server.api.openai.responses.tool_loop import ToolLoop
+from pagoda.server.api.openai.responses.tool_servers import ToolServerError, ToolSessions
+from pagoda.server.api.openai.responses.tools import McpTool
+from pagoda.server.http.body import Ignored, note_ignored
 from pagoda.server.http.errors import HttpError
 from pagoda.server.http.fields import TokenNames
 from pagoda.server.http.generation import Generation
@@ -53,7 +56,6 @@ from pagoda.server.http.state import ServerState, read_for_model
 from pagoda.server.http.stores.conversations import StoredConversation
 from pagoda.server.http.stores.responses import StoredResponse
 from pagoda.server.parsers.output_parser import DeltaParser
-from pagoda.server.parsers.parser import OutputReader
 
 logger = logging.getLogger(__name__)
 router = APIRouter(tags=["responses"])
@@ -67,21 +69,26 @@ async def create_response(request: Request) -> Response:
     owner = owner_of(request.scope)
     response_id = _new_id(state, body, owner)
     context = _context_of(state, body, owner)
+    turn = _Turn(
+        request=request,
+        state=state,
+        body=body,
+        context=context,
+        id=response_id,
+        model=model,
+        began=asyncio.get_running_loop().time(),
+    )
+    sessions = await _opened_sessions(request, state, body)
     try:
-        chat = await _prepared(request, state, body, context)
-        user = body.safety_identifier or body.user
-        generation = Generation(
-            state,
-            response_id,
-            [chat],
-            chat.params,
-            model=model,
-            priority=body.priority,
-            user=user,
-            cache_hint=body.cache_hint,
-        )
-        tools, _ = body.offered(context.items, context.num_earlier)
-        builder = _builder(state, body, chat.params, chat.reader(), tools, id=response_id, model=model, stores=stores)
+        approved = approved_calls(context.items, context.num_earlier)
+        first: Generation | None = None
+        parser: DeltaParser | None = None
+        if not approved:
+            first, parser = await turn.generation(context.items)
+        builder = turn.builder(parser, stores=stores)
+        source = first if not sessions.listings else turn.tool_loop(builder, sessions, first, approved)
+        if source is None:
+            raise _unknown_servers(approved)
         stored = StoredResponse(
             response_id,
             lambda: encode_json(builder.response),
@@ -90,15 +97,19 @@ async def create_response(request: Request) -> Response:
         )
         builder.on_end = lambda: _end(state, stored if stores else None, builder, context)
         if body.background:
-            await _start_in_background(state, generation, builder, stored)
+            await _start_in_background(state, source, builder, stored)
             return event_stream(state, stored, 0) if body.stream else encoded_json(stored.body)
         style = EventStyle(named_event, partial(_failure, builder), done=b"", lost=LOST_RESPONSE)
-        return await respond(request, state, generation, builder, stream=bool(body.stream), style=style)
+        return await respond(request, state, source, builder, stream=bool(body.stream), style=style)
     except RequestError as error:
+        await sessions.close()
         own_error = body.in_own_names(error)
         if body.stream and isinstance(own_error, PromptTooLongError):
-            return _failed_stream(state, body, own_error, id=response_id, model=model)
+            return _failed_stream(turn, own_error)
         raise own_error from None
+    except BaseException:
+        await sessions.close()
+        raise
 
 
 @router.post("/v1/responses/input_tokens", response_model=None)
@@ -106,6 +117,7 @@ async def count_input_tokens(request: Request) -> Response:
     """Count the prompt tokens of a response without generating it."""
     state, body, _ = await read_for_model(request, ResponsesRequest)
     context = _context_of(state, body, owner_of(request.scope))
+    await (await _opened_sessions(request, state, body)).close()
     try:
         chat = await _prepared(request, state, body, context)
     except RequestError as error:
@@ -119,6 +131,7 @@ async def render_response(request: Request) -> Response:
     state, body, model = await read_for_model(request, ResponsesRequest)
     owner = owner_of(request.scope)
     context = _context_of(state, body, owner)
+    await (await _opened_sessions(request, state, body)).close()
     try:
         chat = await _prepared(request, state, body, context)
         options = PreviewOptions(
@@ -216,18 +229,16 @@ def _failure(builder: ResponsesBuilder, error: BaseException) -> bytes:
     return b"".join(map(named_event, builder.fail(error)))
 
 
-def _failed_stream(
-    state: ServerState, body: ResponsesRequest, error: PromptTooLongError, *, id: str, model: str
-) -> Response:
+def _failed_stream(turn: _Turn, error: PromptTooLongError) -> Response:
     """Return the stream of a response whose prompt is too long. It is not stored.
 
     Clients shorten the conversation when the response of a stream fails with this code, not when its status is 400.
     """
-    params = body.params(state.llm().info.sampling_defaults)
-    builder = _builder(state, body, params, PlainReader(), (), id=id, model=model, stores=False)
+    state = turn.state
+    builder = turn.builder(None, stores=False)
     style = EventStyle(named_event, partial(_failure, builder), done=b"", lost=LOST_RESPONSE)
-    events = [*(builder.queued() if body.background else ()), *builder.fail(error)]
-    headers = id_header(id) if state.config.enable_request_id_headers else {}
+    events = [*(builder.queued() if turn.body.background else ()), *builder.fail(error)]
+    headers = id_header(turn.id) if state.config.enable_request_id_headers else {}
     return EventStream(b"".join(map(named_event, events)), _no_events(), state.stopping, headers, style)
 
 
@@ -237,31 +248,116 @@ async def _no_events() -> AsyncGenerator[bytes, None]:
         yield event
 
 
-def _builder(
-    state: ServerState,
-    body: ResponsesRequest,
-    params: SamplingParams,
-    reader: OutputReader,
-    tools: Iterable[OfferedTool],
-    *,
-    id: str,
-    model: str,
-    stores: bool,
-) -> ResponsesBuilder:
-    fixed = {"id": id, "object": "response", "created_at": int(time.time()), "model": model, "store": stores}
-    parser = DeltaParser(
-        reader,
-        state.tokenizer() if body.shows_logprobs else None,
-        skip_special_tokens=params.skip_special_tokens,
-    )
-    view = ResponseView(
-        reasoning=body.include_reasoning,
-        encrypted_content=body.includes_encrypted_reasoning,
-        logprobs=(body.top_logprobs or 0) if body.shows_logprobs else None,
-        names=TokenNames(state.tokenizer(), as_ids=state.config.return_tokens_as_token_ids),
-        tools={tool.function_name: tool for tool in tools},
-    )
-    return ResponsesBuilder(fixed | body.shown(params), parser, view)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    """One response: what its generations and its builder are made of."""
+
+    request: Request
+    state: ServerState
+    body: ResponsesRequest
+    context: _Context
+    id: str
+    model: str
+    began: float  # Time of the event loop, from which --request-timeout counts.
+
+    async def generation(self, items: Sequence[Item]) -> tuple[Generation, DeltaParser]:
+        """Return the generation of a conversation, and what reads its outputs. Raise RequestError."""
+        state = self.state
+        body = self.body
+        chat = await _prepared(self.request, state, body, replace(self.context, items=list(items)))
+        generation = Generation(
+            state,
+            self.id,
+            [chat],
+            chat.params,
+            model=self.model,
+            priority=body.priority,
+            user=body.safety_identifier or body.user,
+            cache_hint=body.cache_hint,
+            began=self.began,
+        )
+        parser = DeltaParser(
+            chat.reader(),
+            state.tokenizer() if body.shows_logprobs else None,
+            skip_special_tokens=chat.params.skip_special_tokens,
+        )
+        return generation, parser
+
+    def builder(self, parser: DeltaParser | None, *, stores: bool) -> ResponsesBuilder:
+        """Return the builder. `parser`: of the first generation; None: the tool loop sets one."""
+        state = self.state
+        body = self.body
+        fixed = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": self.model,
+            "store": stores,
+        }
+        tools, _ = body.offered(self.context.items, self.context.num_earlier)
+        view = ResponseView(
+            reasoning=body.include_reasoning,
+            encrypted_content=body.includes_encrypted_reasoning,
+            logprobs=(body.top_logprobs or 0) if body.shows_logprobs else None,
+            names=TokenNames(state.tokenizer(), as_ids=state.config.return_tokens_as_token_ids),
+            tools={tool.function_name: tool for tool in tools},
+        )
+        params = body.params(state.llm().info.sampling_defaults)
+        return ResponsesBuilder(
+            fixed | body.shown(params), parser or DeltaParser(PlainReader(), None, skip_special_tokens=True), view
+        )
+
+    def tool_loop(
+        self,
+        builder: ResponsesBuilder,
+        sessions: ToolSessions,
+        first: Generation | None,
+        approved: Sequence[McpApprovalRequestItem],
+    ) -> ToolLoop:
+        """Return the source of a response that may call tools of servers."""
+        return ToolLoop(
+            self.id,
+            builder,
+            sessions,
+            replace(self, body=self.body.after_calls()).generation,
+            first=first,
+            items=self.context.items,
+            approved=approved,
+            max_rounds=self.state.config.max_tool_rounds,
+            max_calls=self.body.max_tool_calls,
+            seconds=self.state.config.request_timeout,
+        )
+
+
+async def _opened_sessions(request: Request, state: ServerState, body: ResponsesRequest) -> ToolSessions:
+    """Return sessions with the servers of the request's tools, which are asked for their tools.
+
+    Without --tool-server the tools are ignored, and noted. Raise RequestError, or HttpError (424) for a server that
+    fails.
+    """
+    sessions = ToolSessions()
+    tools = [(index, tool) for index, tool in enumerate(body.tools or ()) if isinstance(tool, McpTool)]
+    if tools and not state.config.tool_server:
+        reason = "type 'mcp' needs a server that calls tools (--tool-server)"
+        ignored = [Ignored(f"tools[{index}]", "tool", f"tools[{index}]: {reason}", "mcp") for index, _ in tools]
+        if state.config.strict_requests:
+            raise RequestError(ignored[0].path, ignored[0].reason)
+        note_ignored(request, ignored)
+        return sessions
+    try:
+        await sessions.open(state.config, body.tools or ())
+    except ToolServerError as error:
+        await sessions.close()
+        raise HttpError(424, str(error), "tools") from None
+    except BaseException:
+        await sessions.close()
+        raise
+    return sessions
+
+
+def _unknown_servers(approved: Sequence[McpApprovalRequestItem]) -> RequestError:
+    label = approved[0].server_label[:64]
+    return RequestError("tools", f"tools has no server {label!r}, whose call the input approves; send it again")
 
 
 def _end(state: ServerState, stored: StoredResponse | None, builder: ResponsesBuilder, context: _Context) -> None:
@@ -287,7 +383,7 @@ def _end(state: ServerState, stored: StoredResponse | None, builder: ResponsesBu
 
 
 async def _start_in_background(
-    state: ServerState, generation: Generation, builder: ResponsesBuilder, stored: StoredResponse
+    state: ServerState, generation: Generation | ToolLoop, builder: ResponsesBuilder, stored: StoredResponse
 ) -> None:
     """Start a task that runs the generation, and store the response. Return once the engine has accepted it.
 
@@ -312,7 +408,7 @@ class _BackgroundRun:
         self._builder = builder
         self._stored = stored
 
-    async def run(self, generation: Generation) -> None:
+    async def run(self, generation: Generation | ToolLoop) -> None:
         """Run until the response ends or the server stops. Raise only errors from before the engine accepted it."""
         try:
             await cancel_on_disconnect(_never_disconnects, self._state.stopping, self._read(generation))
@@ -330,7 +426,7 @@ class _BackgroundRun:
             self._stored.add_event(named_event(event))
         self._state.responses.resize(self._stored)
 
-    async def _read(self, generation: Generation) -> None:
+    async def _read(self, generation: Generation | ToolLoop) -> None:
         async with aclosing(generation.outputs()) as outputs:
             async for index, output in outputs:
                 self.add_events(self._builder.chunks(index, output))

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field, PrivateAttr, Tag
 
 from pagoda.common.errors import RequestError
 from pagoda.server.api.chat_prompt import NamedTool
 from pagoda.server.api.chat_prompt import ToolChoice as Choice
 from pagoda.server.http.body import Ignored, RequestBody, hint
-from pagoda.server.http.fields import LIST, OTHER, TEXT, OtherTool, Unsupported, by_type, text_or_list
+from pagoda.server.http.fields import LIST, OTHER, TEXT, OtherTool, Unsupported, by_type, refused, text_or_list
 
 LOCAL_SHELL: Final = "local_shell"
 """Name of the function offered for the tool of this type."""
@@ -41,10 +41,11 @@ def custom_arguments(text: str) -> str:
 class OfferedTool:
     """A tool as the model sees it: a function."""
 
-    kind: Literal["function", "custom", "local_shell", "tool_search"] = "function"
+    kind: Literal["function", "custom", "local_shell", "tool_search", "mcp", "mcp_approval"] = "function"
     path: str  # Path in the request, such as `tools[1].tools[0]`.
     name: str  # Name in the response.
     namespace: str | None = None
+    server_label: str | None = None  # The server that this server calls for it.
     definition: Mapping[str, Any]  # An object {"description", "parameters", "strict"}.
 
     @property
@@ -184,6 +185,115 @@ class NamespaceTool(_ToolFields):
                 yield from tool.offered(f"{path}.tools[{index}]", self.name)
 
 
+@dataclass(frozen=True, slots=True)
+class ListedTool:
+    """A tool as its server lists it."""
+
+    name: str
+    description: str | None
+    schema: Mapping[str, Any]
+    read_only: bool = False
+
+
+class ToolFilter(RequestBody):
+    """Tools of a server: those that are named, or those that change nothing, as the server says."""
+
+    tool_names: list[str] | None = None
+    read_only: bool | None = None
+
+    def selects(self, tool: ListedTool) -> bool:
+        """True if the tool is among them; without a field, all are."""
+        return (self.tool_names is None or tool.name in self.tool_names) and (not self.read_only or tool.read_only)
+
+
+class ApprovalFilter(RequestBody):
+    """Which calls need an approval. Tools in neither list do."""
+
+    always: ToolFilter | None = None
+    never: ToolFilter | None = None
+
+
+class McpTool(_ToolFields):
+    """The tools of a server of the Model Context Protocol, which this server calls (--tool-server)."""
+
+    type: Literal["mcp"]
+    server_label: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+    server_url: str | None = None
+    server_description: str | None = None
+    authorization: str | None = None
+    headers: dict[str, str] | None = None
+    allowed_tools: list[str] | ToolFilter | None = None
+    require_approval: Literal["always", "never"] | ApprovalFilter | None = "always"
+    connector_id: Annotated[Any, refused()] = None  # Connectors are OpenAI's own servers.
+
+    _listed: list[ListedTool] = PrivateAttr(default_factory=list)
+
+    def ignored(self, path: str = "") -> Iterator[Ignored]:
+        """Yield this tool if it is not one of the request's own list: servers are asked for those only."""
+        if path.startswith("tools["):
+            yield from super().ignored(path)
+        else:
+            yield Ignored(path, "tool", f"{path}: tools of type 'mcp' are called if they stand in tools", self.type)
+
+    def http_headers(self, path: str) -> dict[str, str]:
+        """Return the headers of requests to the server. Raise RequestError for a header that cannot be sent."""
+        headers = dict(self.headers or {})
+        if self.authorization is not None:
+            headers["Authorization"] = f"Bearer {self.authorization}"
+        for name, value in headers.items():
+            if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+                raise RequestError(f"{path}.headers", f"{path}.headers: {name[:80]!r} is not a valid header")
+        return headers
+
+    def take_listing(self, listed: Sequence[ListedTool], path: str) -> list[dict[str, Any]]:
+        """Take over the server's tools, and return those that are offered, as an mcp_list_tools item shows them.
+
+        Raise RequestError for an allowed tool that the server does not have.
+        """
+        allowed = self.allowed_tools
+        names = allowed.tool_names if isinstance(allowed, ToolFilter) else allowed
+        known = {tool.name for tool in listed}
+        for name in names or ():
+            if name not in known:
+                raise RequestError(f"{path}.allowed_tools", f"{path}.allowed_tools: there is no tool {name[:128]!r}")
+        chosen = allowed if isinstance(allowed, ToolFilter) else ToolFilter(tool_names=allowed)
+        self._listed = [tool for tool in listed if chosen.selects(tool)]
+        return [
+            {
+                "name": tool.name,
+                "description": tool.description,
+                "input_schema": tool.schema,
+                "annotations": {"read_only": tool.read_only},
+            }
+            for tool in self._listed
+        ]
+
+    def needs_approval(self, tool: ListedTool) -> bool:
+        """True if a call of the tool waits for the client's approval."""
+        rule = self.require_approval
+        if not isinstance(rule, ApprovalFilter):
+            return rule != "never"
+        if rule.always is not None and rule.always.selects(tool):
+            return True
+        return rule.never is None or not rule.never.selects(tool)
+
+    def offered(self, path: str, namespace: str | None = None) -> Iterator[OfferedTool]:
+        for tool in self._listed:
+            yield OfferedTool(
+                kind="mcp_approval" if self.needs_approval(tool) else "mcp",
+                path=path,
+                name=tool.name,
+                server_label=self.server_label,
+                definition={"description": tool.description or "", "parameters": tool.schema},
+            )
+
+    def shown(self) -> dict[str, Any]:
+        return self.model_dump(exclude_unset=True, exclude={"authorization", "headers"})
+
+
+_HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
+_HEADER_VALUE: Final = re.compile(r"[\x20-\x7e]{0,8192}")
+
 _InNamespace = Annotated[
     Annotated[FunctionTool, Tag("<function>")]
     | Annotated[ResponsesCustomTool, Tag("<custom>")]
@@ -198,8 +308,9 @@ ResponsesTool = Annotated[
     | Annotated[LocalShellTool, Tag("<local_shell>")]
     | Annotated[ToolSearchTool, Tag("<tool_search>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[McpTool, Tag("<mcp>")]
     | Annotated[OtherTool, Tag(OTHER)],
-    by_type("function", "custom", "local_shell", "tool_search", "namespace"),
+    by_type("function", "custom", "local_shell", "tool_search", "namespace", "mcp"),
 ]
 
 
@@ -211,6 +322,19 @@ def offered_tools(tools: Iterable[Any], path: str = "tools") -> list[OfferedTool
         if isinstance(tool, _ToolFields)
         for offered in tool.offered(f"{path}[{index}]")
     ]
+
+
+def check_tool_names(tools: Sequence[OfferedTool]) -> None:
+    """Raise RequestError if a tool of a server has the name of another tool: a call would be of either."""
+    paths: dict[str, OfferedTool] = {}
+    for tool in tools:
+        first = paths.setdefault(tool.function_name, tool)
+        if first is not tool and (first.server_label or tool.server_label):
+            raise RequestError(
+                tool.path,
+                f"{tool.path}: there is a tool {tool.name[:128]!r} in {first.path}, too; leave one out with "
+                "allowed_tools",
+            )
 
 
 def shown_tools(tools: Iterable[Any]) -> list[dict[str, Any]]:
