@@ -47,6 +47,22 @@ def test_a_model_without_weights_or_tokenizer_generates(folder: Path) -> None:
     engine.shutdown()
 
 
+def test_a_model_that_does_not_exist_is_refused_before_the_framework_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    imported: list[str] = []
+    monkeypatch.setattr("pagoda.server.startup.engine.import_backend", imported.append)
+    for model, reason in (
+        (str(tmp_path / "none"), "no such file or folder"),
+        ("org/none", "not downloaded before, and HF_HUB_OFFLINE is set"),
+    ):
+        with pytest.raises(ModelError, match=reason):
+            build(Path(model), download_dir=str(tmp_path))
+    assert imported == []
+
+
 def test_engine_info_of_a_built_engine(folder: Path) -> None:
     info = build(folder, served_model_name=["a", "b"]).info
     assert (info.names, info.vocab_size, info.limits.max_model_len, info.dtype) == (("a", "b"), 96, 128, "bfloat16")
