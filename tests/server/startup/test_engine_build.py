@@ -1,3 +1,4 @@
+import importlib
 import json
 import re
 from pathlib import Path
@@ -45,6 +46,22 @@ def test_a_model_without_weights_or_tokenizer_generates(folder: Path) -> None:
     assert len(outputs[-1].outputs[0].token_ids) == 4
     assert outputs[-1].outputs[0].text == ""
     engine.shutdown()
+
+
+def test_a_model_that_does_not_exist_is_refused_before_the_framework_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = importlib.import_module("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    imported: list[str] = []
+    monkeypatch.setattr("pagoda.server.startup.engine.import_backend", imported.append)
+    for model, reason in (
+        (str(tmp_path / "none"), "no such file or folder"),
+        ("org/none", "not downloaded before, and HF_HUB_OFFLINE is set"),
+    ):
+        with pytest.raises(ModelError, match=reason):
+            build(Path(model), download_dir=str(tmp_path))
+    assert imported == []
 
 
 def test_engine_info_of_a_built_engine(folder: Path) -> None:

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoints.byte_text import byte_tokenizer
 from support.suite.rows import each_row
 
 import pagoda
 from pagoda.server.vllm import stand_in
 from pagoda.server.vllm.modules import MISSING, MODULES, PROGRAMS, VLLM_VERSION
+from pagoda.server.vllm.tokenizer_view import HfTokenizer
 
 USERS = Path(__file__).parents[2] / "data" / "vllm_users.tsv"
 ROWS = [
@@ -104,6 +106,21 @@ def test_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (envs.VLLM_SERVER_DEV_MODE, envs.VLLM_LOGGING_LEVEL, envs.VLLM_API_KEY) == (1, "debug", None)
     with pytest.raises(AttributeError, match="VLLM_NOTHING has no counterpart"):
         _ = envs.VLLM_NOTHING
+
+
+def test_what_programs_do_with_parameters_and_tokenizers() -> None:
+    params = pagoda.SamplingParams(temperature=0.5, stop="x", n=2)
+    copied = pagoda.SamplingParams(**{name: getattr(params, name) for name in params.__struct_fields__})  # outlines
+    assert copied == params
+    tokenizer = HfTokenizer(byte_tokenizer())
+    tokenizer.pad_token_id = tokenizer.eos_token_id  # lm_eval
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<eos>", 256)
+    tokenizer.pad_token = "<eos>"
+    with pytest.raises(ValueError, match="no token 'nothing'"):
+        tokenizer.pad_token = "nothing"
+    template = importlib.import_module("vllm.renderers.hf").resolve_chat_template
+    assert template(tokenizer, None, None, model_config=None) == tokenizer.chat_template
+    assert template(tokenizer, "given", None, model_config=None) == "given"
 
 
 PROGRAM = """

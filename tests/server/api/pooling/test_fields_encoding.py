@@ -1,13 +1,26 @@
 """Wire encodings of vectors: bit-identical to torch's conversions, in both byte orders."""
 
 import base64
+import io
 import sys
 
 import numpy as np
+import pytest
 import torch
 from support.suite.rows import each_row
 
-from pagoda.server.api.pooling.encoding import EmbedDType, Encoding
+from pagoda.server.api.pooling.encoding import (
+    EMBED_DTYPES,
+    ENDIANNESS,
+    EmbedDType,
+    Encoding,
+    Endianness,
+    MetadataItem,
+    binary2tensor,
+    decode_pooling_output,
+    tensor2base64,
+    tensor2binary,
+)
 
 TYPES: dict[EmbedDType, torch.dtype] = {
     "float32": torch.float32,
@@ -65,3 +78,27 @@ def test_json() -> None:
         True,
         True,
     ]
+
+
+@pytest.mark.parametrize("endianness", ENDIANNESS)
+@pytest.mark.parametrize("dtype", EMBED_DTYPES)
+def test_clients_read_what_is_written(dtype: EmbedDType, endianness: Endianness) -> None:
+    tensor = torch.tensor([[0.5, -2.0, 0.0], [1.5, 8.0, -0.25]])
+    binary = tensor2binary(tensor, dtype, endianness)
+    assert len(binary) == 6 * EMBED_DTYPES[dtype].nbytes
+    back = binary2tensor(binary, (2, 3), dtype, endianness)
+    assert back.dtype is EMBED_DTYPES[dtype].torch_dtype
+    assert torch.equal(back.float(), tensor)
+    items = [
+        MetadataItem(index, dtype, endianness, start=size * index, end=size * (index + 1), shape=(3,))
+        for size in (len(binary) // 2,)
+        for index in (1, 0)
+    ]
+    assert [row.float().tolist() for row in decode_pooling_output(items, binary)] == tensor.tolist()
+    with pytest.raises(ValueError, match="reshape"):
+        binary2tensor(binary, (7,), dtype, endianness)
+
+
+def test_prompt_embeds_of_clients() -> None:
+    tensor = torch.rand(2, 3)
+    assert torch.equal(torch.load(io.BytesIO(base64.b64decode(tensor2base64(tensor)))), tensor)
