@@ -70,8 +70,22 @@ class Matcher(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ResolvedGrammar:
+    """A grammar's text as its library takes it."""
+
+    text: str
+    schema: str = ""  # JSON of the answer's schema, if the grammar does not enforce all of it
+    unchecked: tuple[str, ...] = ()  # keywords of the schema that the grammar does not enforce
+    ignored_formats: tuple[str, ...] = ()  # formats of the schema that are unknown, and hence no constraint
+
+
 class Library(Protocol):
     """A grammar library with one vocabulary."""
+
+    def resolved(self, text: str) -> ResolvedGrammar:
+        """Return a grammar whose JSON schemas are ones that the library takes. Raises GrammarError."""
+        ...
 
     def compile(self, text: str) -> Matcher:
         """Return a matcher at the beginning of a grammar. Raises GrammarError."""

@@ -128,6 +128,9 @@ def test_what_takes_too_long_is_refused() -> None:
 
 SCRIPT = """
 import itertools, os, sys
+import msgspec
+from pagoda.common.engine.structured_output.grammar import ResolvedGrammar
+from pagoda.server.processing.workers.grammar_worker import GrammarReply
 from pagoda.server.processing.workers.worker import read_frame, write_frame
 gate, *answers = sys.argv[1:]
 read_frame(sys.stdin.buffer)
@@ -137,7 +140,8 @@ with open(gate, "rb", buffering=0) as opened, open(gate + ".asked", "a", bufferi
         hangs = b"hang" in read_frame(sys.stdin.buffer)
         print(file=asked)
         opened.read(1) if not hangs else open(gate + ".hanging", "rb", buffering=0).read(1)
-        write_frame(sys.stdout.buffer, answer.encode())
+        reply = GrammarReply(answer) if answer else GrammarReply(resolved=ResolvedGrammar("text"))
+        write_frame(sys.stdout.buffer, msgspec.msgpack.encode(reply))
 """
 
 
