@@ -1,12 +1,14 @@
 """Resolves and compiles grammars in separate processes before the engine gets them, and caches which passed.
 
-The processes also check the answers whose grammars do not enforce all of their schemas. A grammar that takes too long or crashes its process is refused; the next one gets a new process. There are two
-processes, of which one key uses one at a time: a flood of one key's grammars does not keep another's waiting.
+The processes also check the answers whose grammars do not enforce all of their schemas. A grammar that takes too long
+or crashes its process is refused; the next one gets a new process. There are two processes, of which one key uses one
+at a time: a flood of one key's grammars does not keep another's waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 import time
@@ -34,6 +36,8 @@ from pagoda.server.processing.workers.grammar_worker import GrammarJob, GrammarR
 from pagoda.server.processing.workers.waiting_lines import FairLine
 from pagoda.server.processing.workers.worker import ChildWorker, WorkerEndedError, WorkerTimeoutError
 from pagoda.server.settings.tokenizer import open_tokenizer
+
+logger = logging.getLogger(__name__)
 
 WORKER: Final = (sys.executable, "-P", "-m", "pagoda.server.processing.workers.grammar_worker")
 SECONDS: Final = 5.0
@@ -141,6 +145,8 @@ class GrammarCheck:
         """Tell all who wait for a grammar. None: it was not compiled."""
         self._results.pop(name).set_result(reply)
         if reply is not None and reply.resolved is not None:
+            if formats := reply.resolved.ignored_formats:
+                logger.info("formats of a JSON schema that are unknown and constrain nothing: %s", _shown(formats))
             self._passed[name] = reply.resolved
             self._passed_characters += len(reply.resolved.text)
             while len(self._passed) > MAX_PASSED or self._passed_characters > MAX_PASSED_CHARACTERS:
@@ -170,6 +176,11 @@ class GrammarCheck:
         if error.out_of_time:
             return f"the grammar takes more than {self._seconds:g} s to compile; make it simpler"
         return "the grammar is too large or nested too deeply to compile; make it simpler"
+
+
+def _shown(words: Sequence[str]) -> str:
+    """Return words of a request as part of a log line."""
+    return repr(list(words))[1:-1][:200]
 
 
 class _Once:

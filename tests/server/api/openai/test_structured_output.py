@@ -309,8 +309,9 @@ def test_settings_of_the_server(monkeypatch):
     bare = {"disable_any_whitespace": True}
     assert text_of(LLM_TEXT, {}) != '{"a":1}'
     assert text_of(LLM_TEXT, bare) == '{"a":1}'
-    assert "additionalProperties" not in grammar_text({"disable_additional_properties": False})
-    assert '"additionalProperties":false' in grammar_text({})
+    assert '"close_objects":"no"' in grammar_text({"disable_additional_properties": False})
+    assert '"close_objects":"yes"' in grammar_text({"disable_additional_properties": True})
+    assert '"close_objects":"safe"' in grammar_text({})
     assert text_of(LLM_TEXT, {"disable_any_whitespace": True, "disable_additional_properties": True}) == '{"a":1}'
     forms = OutputConstraints(StructuredOutputsConfig(structured_outputs_config={"enable_in_reasoning": True}), None)
     assert forms.thinking(SamplingParams(), "a", []) is None
