@@ -31,7 +31,7 @@ import numpy as np
 
 from pagoda.common.engine.structured_output.grammar import GrammarError, Matcher, Vocabulary
 from pagoda.common.engine.structured_output.guidance import Guidance, guidance_text
-from pagoda.common.engine.structured_output.schemas import Closing, answer_error, resolved
+from pagoda.common.engine.structured_output.schemas import Closing, answer_error
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import StructuredOutputsParams
 
@@ -136,8 +136,7 @@ def judge(
         return Outcome(file, case["description"], fate, reason, len(valid), accepted, wrong, len(invalid))
 
     try:
-        text = guidance_text(StructuredOutputsParams(json=schema), {}, closing=closing)
-        grammar = resolved(text, library.error_of)
+        grammar = library.resolved(guidance_text(StructuredOutputsParams(json=schema), {}, closing=closing))
         start = library.compile(grammar.text)
     except (GrammarError, RequestError) as error:
         return outcome("refused", str(error).removeprefix("structured_outputs: "))

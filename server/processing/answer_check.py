@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.structured_output.grammar import Grammar, ResolvedGrammar, Thinking
-from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
+from pagoda.common.sampling_params import SamplingParams
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.outputs import CompletionOutput, RequestOutput
 from pagoda.server.processing.inputs import PreparedRequest
@@ -32,7 +32,7 @@ class EndedAnswers:
         self.grammar = grammar
         self._tokenizer = tokenizer
         self._thinking = prepared.children[0].thinking
-        self._is_delta = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
+        self._is_delta = isinstance(params, SamplingParams) and params.yields_deltas
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)
 
     def add(self, output: RequestOutput) -> Iterator[tuple[CompletionOutput, str]]:

@@ -1,7 +1,7 @@
 """JSON schemas in grammar texts, resolved: passed to llguidance where it takes them as they are, else rewritten.
 
-A request's grammar text is JSON, {"grammars": [...]}. An entry with `json_schema` is a schema, to be resolved if it has
-`closed`. Resolving happens outside the engine, before the request is sent to it.
+A request's grammar text is JSON, {"grammars": [...]}. An entry with `SCHEMA_ENTRY` is a schema, to be resolved if it
+has `CLOSED`. Resolving happens outside the engine, before the request is sent to it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pagoda.common.engine.structured_output.grammar import (
+    DATA,
     MAX_WHITESPACE,
+    NAME_MAPS,
+    SCHEMA_ENTRY,
     GrammarError,
     ResolvedGrammar,
     closed,
     closes_safely,
     json_text,
 )
-from pagoda.common.engine.structured_output.json_schema.documents import DATA, NAME_MAPS, Document
+from pagoda.common.engine.structured_output.json_schema.documents import Document
 from pagoda.common.engine.structured_output.json_schema.expand import Expander
 from pagoda.common.engine.structured_output.json_schema.lark import schema_grammar
 from pagoda.common.engine.structured_output.json_schema.texts import FORMATS, is_misread
@@ -48,6 +51,13 @@ def resolved(text: str, error_of: Callable[[str], str | None]) -> ResolvedGramma
         return ResolvedGrammar(text)  # the library says what is wrong with it
     if not any(CLOSED in entry for entry in entries):
         return ResolvedGrammar(text)
+    try:
+        return _resolved_entries(entries, error_of)
+    except RecursionError:
+        raise GrammarError("the JSON schema is nested too deeply") from None
+
+
+def _resolved_entries(entries: list[Mapping[str, Any]], error_of: Callable[[str], str | None]) -> ResolvedGrammar:
     ignored: set[str] = set()
     unchecked: frozenset[str] = frozenset()
     result = []
@@ -58,7 +68,7 @@ def resolved(text: str, error_of: Callable[[str], str | None]) -> ResolvedGramma
         result.append(entry)
     if unchecked and len(entries) > 1:
         raise GrammarError(f"{', '.join(sorted(unchecked))} cannot be enforced in a part of an answer; leave it out")
-    schema = json_text(entries[0]["json_schema"]) if unchecked else ""
+    schema = json_text(entries[0][SCHEMA_ENTRY]) if unchecked else ""
     return ResolvedGrammar(json_text({"grammars": result}), schema, tuple(sorted(unchecked)), tuple(sorted(ignored)))
 
 
@@ -66,16 +76,16 @@ def _resolved_entry(
     entry: Mapping[str, Any], error_of: Callable[[str], str | None], ignored: set[str]
 ) -> tuple[dict[str, Any], frozenset[str]]:
     """Return an entry that llguidance takes, and the keywords that it does not enforce."""
-    schema = _without_unknown_formats(entry["json_schema"], ignored)
+    schema = _without_unknown_formats(entry[SCHEMA_ENTRY], ignored)
     how = entry[CLOSED]
     native = closed(schema) if how == "yes" or (how == "safe" and closes_safely(schema)) else schema
-    rest = {key: value for key, value in entry.items() if key not in (CLOSED, "json_schema")}
+    rest = {key: value for key, value in entry.items() if key not in (CLOSED, SCHEMA_ENTRY)}
     # Whether the schemas of a oneOf exclude each other must be found with their objects still open.
     tried = [native] if native is schema or "oneOf" not in json_text(schema) else [schema, native]
     if not _has_misread(schema) and not any(
-        error_of(json_text({"grammars": [{"json_schema": part}]})) is not None for part in tried
+        error_of(json_text({"grammars": [{SCHEMA_ENTRY: part}]})) is not None for part in tried
     ):
-        return {**rest, "json_schema": native}, frozenset()
+        return {**rest, SCHEMA_ENTRY: native}, frozenset()
     grammar = schema_grammar(schema, whitespace=_whitespace(schema), closed=how != "no")
     return {**rest, "lark_grammar": grammar.lark}, grammar.unchecked
 

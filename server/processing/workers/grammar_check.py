@@ -167,10 +167,12 @@ class GrammarCheck:
         try:
             return msgspec.msgpack.decode(worker.call(data), type=GrammarReply)
         except (WorkerTimeoutError, WorkerEndedError) as error:
-            return GrammarReply(self._too_much(error))
+            return GrammarReply(self._too_much(error, job))
 
-    def _too_much(self, error: WorkerTimeoutError | WorkerEndedError) -> str:
+    def _too_much(self, error: WorkerTimeoutError | WorkerEndedError, job: GrammarJob) -> str:
         """Return why a process ended before its job did."""
+        if job.grammar is None:
+            return "the answer takes too long to check against its JSON schema"
         if isinstance(error, WorkerTimeoutError):
             return f"not compiled within {self._elapsed:g} s; make it simpler, or try again on a less busy server"
         if error.out_of_time:

@@ -7,16 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import unquote, urldefrag, urljoin
 
-from pagoda.common.engine.structured_output.grammar import GrammarError
+from pagoda.common.engine.structured_output.grammar import DATA, NAME_MAPS, GrammarError
 
 Schema = Mapping[str, Any] | bool
-
-NAME_MAPS: Final = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
-)
-"""Keywords whose values map names to schemas, so that their keys are not keywords."""
-DATA: Final = frozenset({"enum", "const", "default", "examples"})
-"""Keywords whose values are data, not schemas."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

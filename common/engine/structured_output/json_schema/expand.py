@@ -44,7 +44,9 @@ from pagoda.common.engine.structured_output.json_schema.shapes import (
 )
 
 MAX_SHAPES: Final = 1024
-"""Of one schema."""
+"""Of one schema, beside single values."""
+MAX_EXCLUSIVE: Final = 8
+"""Shapes of objects of one schema of a oneOf, without the values of another."""
 MAX_WORK: Final = 200_000
 """Intersections of shapes for one document, of some 10 us each."""
 
@@ -87,7 +89,7 @@ class Expander:
             if shape in parts:  # `second` allows all of it; parts matter only for what their keywords evaluate
                 parts = {part: None for part in parts if part == shape or _annotations(part) != _annotations(shape)}
             result |= parts
-            if len(result) > MAX_SHAPES:
+            if sum(not isinstance(part, Constant) for part in result) > MAX_SHAPES:
                 raise GrammarError(
                     f"the JSON schema combines into more than {MAX_SHAPES} alternatives; make it simpler"
                 )
@@ -149,8 +151,29 @@ class Expander:
             shapes = self._literal(literal)
             for other_index, other in enumerate(literals):
                 if other_index != index:
-                    shapes = self.both(shapes, self._literal(~other))
+                    shapes = self._without(shapes, self._literal(~other))
             result |= dict.fromkeys(shapes)
+        return tuple(result)
+
+    def _without(self, shapes: Shapes, complement: Shapes) -> Shapes:
+        """Return shapes intersected with the complement of a schema: of objects not all that is left, if it is much.
+
+        Those with the fewest properties are kept: they lack a property that the schema needs.
+        """
+        never = self.document.never
+        objects = [shape for shape in complement if isinstance(shape, Object)]
+        if len(objects) * len(shapes) <= MAX_EXCLUSIVE:
+            return self.both(shapes, complement)
+        objects.sort(key=lambda shape: sum(node != never for _, node in shape.properties))
+        others = tuple(shape for shape in complement if not isinstance(shape, Object))
+        result: dict[Shape, None] = {}
+        for shape in shapes:
+            if isinstance(shape, Object):
+                parts = (part for other in objects if (part := self._intersection(shape, other)) is not None)
+                kept = dict.fromkeys(itertools.islice(parts, max(1, MAX_EXCLUSIVE // len(shapes))))
+                result |= {shape: None} if shape in kept else kept
+            else:
+                result |= dict.fromkeys(self.both((shape,), others))
         return tuple(result)
 
     def _conditional(self, literal: Literal, schema: Mapping[str, Any]) -> Shapes:
@@ -281,6 +304,8 @@ class Expander:
     def _simplest(self, first: Node, second: Node) -> Node:
         """Return the intersection, as one of the two where the other adds nothing to it."""
         both = first | second
+        if not both.isdisjoint(self.document.never) or any(~literal in both for literal in both):
+            return self.document.never
         if both in (first, second) or not self._is_scalar(both):
             return both
         shapes = self.shapes(both)
@@ -389,9 +414,9 @@ def _in_number(shape: Number, value: float) -> bool:
 
 
 def _in_string(shape: String, value: str) -> bool:
-    if value in shape.excluded or len(value) < shape.min_length:
+    if value in shape.excluded or len(value) < shape.shortest:
         return False
-    if shape.max_length is not None and len(value) > shape.max_length:
+    if shape.longest is not None and len(value) > shape.longest:
         return False
     return all(matches(pattern, value) for pattern in shape.patterns) and not any(
         matches(pattern, value) for pattern in shape.excluded_patterns

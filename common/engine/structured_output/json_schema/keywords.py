@@ -158,8 +158,8 @@ def _strings(schema: Mapping[str, Any]) -> String | None:
     if longest is not None and shortest > longest:
         return None
     return String(
-        min_length=shortest,
-        max_length=longest,
+        shortest=shortest,
+        longest=longest,
         patterns=frozenset() if pattern is None else frozenset({pattern}),
         formats=frozenset({format}) if isinstance(format, str) else frozenset(),
     )
@@ -276,9 +276,9 @@ def violations(document: Document, literal: Literal, schema: Mapping[str, Any]) 
     for bound in _number_bounds(schema):
         yield from _beyond(bound)
     if shortest := _count(schema, "minLength"):
-        yield String(max_length=shortest - 1)
+        yield String(longest=shortest - 1)
     if (longest := _count(schema, "maxLength")) is not None:
-        yield String(min_length=longest + 1)
+        yield String(shortest=longest + 1)
     if (pattern := _pattern(schema)) is not None:
         yield String(excluded_patterns=frozenset({pattern}))
     yield from _array_violations(document, literal, schema)

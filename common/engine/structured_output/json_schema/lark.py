@@ -16,7 +16,7 @@ import msgspec
 from pagoda.common.engine.structured_output.grammar import GrammarError
 from pagoda.common.engine.structured_output.json_schema.documents import ANY, Document, Node, Schema
 from pagoda.common.engine.structured_output.json_schema.expand import Expander
-from pagoda.common.engine.structured_output.json_schema.rules import Repeat, Rule, Rules, Sequences, Symbol
+from pagoda.common.engine.structured_output.json_schema.rules import Repeat, RuleRef, Rules, Sequences, Symbol
 from pagoda.common.engine.structured_output.json_schema.shapes import (
     Array,
     Boolean,
@@ -56,10 +56,7 @@ def schema_grammar(schema: Schema, *, whitespace: str, closed: bool) -> SchemaGr
     `whitespace`: pattern of what may stand between tokens, which may be empty. `closed`: objects whose properties the
     schema lists have no others, unless it says so.
     """
-    try:
-        return _Writer(Expander(Document(schema)), whitespace=whitespace, closed=closed).grammar()
-    except RecursionError:
-        raise GrammarError("the JSON schema is nested too deeply") from None
+    return _Writer(Expander(Document(schema)), whitespace=whitespace, closed=closed).grammar()
 
 
 class _Writer:
@@ -87,7 +84,7 @@ class _Writer:
             raise GrammarError("no value matches the JSON schema, as far as a grammar can express it")
         return SchemaGrammar("\n".join([text, self._marks, *self._terminals]), frozenset(self._unchecked))
 
-    def _value(self, node: Node) -> Rule:
+    def _value(self, node: Node) -> RuleRef:
         if node == ANY:
             return self._rules.rule("any", lambda: [(json_leaf({}),)])
         return self._rules.rule(node, lambda: self._shapes(node))
@@ -124,10 +121,10 @@ class _Writer:
 
     # Objects.
 
-    def _object(self, shape: Object) -> Rule:
+    def _object(self, shape: Object) -> RuleRef:
         return self._rules.rule(shape, lambda: [("OPEN", self._properties(_Properties(self, shape), 0, 0, False))])
 
-    def _properties(self, properties: _Properties, index: int, count: int, follows: bool) -> Rule:
+    def _properties(self, properties: _Properties, index: int, count: int, follows: bool) -> RuleRef:
         """Return the rule of the properties from `index` on. `count`: of those before, as far as it matters."""
         return self._rules.rule(
             (properties.shape, index, count, follows), lambda: self._property(properties, index, count, follows)
@@ -180,7 +177,7 @@ class _Writer:
 
     # Arrays.
 
-    def _array(self, shape: Array) -> Rule:
+    def _array(self, shape: Array) -> RuleRef:
         return self._rules.rule(shape, lambda: self._items(shape))
 
     def _items(self, shape: Array) -> Sequences:
@@ -194,7 +191,7 @@ class _Writer:
         counted = _Counted(shape)
         return [("BEGIN", self._counted(counted, 0, (0,) * len(counted.nodes)))]
 
-    def _uncounted(self, shape: Array, index: int) -> Rule:
+    def _uncounted(self, shape: Array, index: int) -> RuleRef:
         """Return the rule of the items from `index` on, of an array that counts no special ones."""
         return self._rules.rule((shape, index), lambda: self._item(shape, index))
 
@@ -210,7 +207,7 @@ class _Writer:
         high = None if shape.max_items is None else shape.max_items - index
         return [(Repeat(item, max(0, shape.min_items - index), high), "END")]
 
-    def _counted(self, counted: _Counted, index: int, counts: tuple[int, ...]) -> Rule:
+    def _counted(self, counted: _Counted, index: int, counts: tuple[int, ...]) -> RuleRef:
         return self._rules.rule((counted.shape, index, counts), lambda: self._counted_item(counted, index, counts))
 
     def _counted_item(self, counted: _Counted, index: int, counts: tuple[int, ...]) -> Sequences:
@@ -319,12 +316,13 @@ class _Properties:
         if shape.names != ANY:
             of_names = expander.shapes(shape.names)
             finite = all(isinstance(part, Constant) or not isinstance(part, String) for part in of_names)
+            values = {part.value for part in of_names if isinstance(part, Constant) and isinstance(part.value, str)}
+            for name in properties:
+                if name not in values and not expander.allows(shape.names, name):
+                    properties[name] = expander.document.never
             for part in of_names:
                 if isinstance(part, Constant) and isinstance(part.value, str):
                     properties.setdefault(part.value, shape.extra(part.value))
-            for name in properties:
-                if not expander.allows(shape.names, name):
-                    properties[name] = expander.document.never
         self.named = [(name, node, name in shape.required) for name, node in properties.items()]
         self.further = [] if finite else writer.further(shape, frozenset(properties))
         if self.further and shape.min_properties > len(shape.required) + 1:

@@ -12,7 +12,7 @@ MAX_RULES: Final = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RuleRef:
     """A reference to a rule."""
 
     number: int
@@ -22,12 +22,12 @@ class Rule:
 class Repeat:
     """A rule from `low` to `high` times in a row; None: any number of times."""
 
-    rule: Rule
+    rule: RuleRef
     low: int
     high: int | None
 
 
-Symbol = str | Rule | Repeat
+Symbol = str | RuleRef | Repeat
 """Text is an expression of terminals in Lark."""
 
 Sequences = Sequence[tuple[Symbol, ...]]
@@ -37,21 +37,21 @@ class Rules:
     """The rules of one grammar, each made once by key."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Hashable, Rule] = {}
+        self._numbers: dict[Hashable, RuleRef] = {}
         self._bodies: list[Sequences] = []
-        self._waiting: list[tuple[Rule, Callable[[], Sequences]]] = []
+        self._waiting: list[tuple[RuleRef, Callable[[], Sequences]]] = []
 
-    def rule(self, key: Hashable, body: Callable[[], Sequences]) -> Rule:
+    def rule(self, key: Hashable, body: Callable[[], Sequences]) -> RuleRef:
         """Return the rule of a key. `body`: called later, once, for its alternatives."""
         if key not in self._numbers:
             if len(self._bodies) >= MAX_RULES:
                 raise GrammarError(f"the JSON schema needs more than {MAX_RULES} grammar rules; make it simpler")
-            self._numbers[key] = Rule(len(self._bodies))
+            self._numbers[key] = RuleRef(len(self._bodies))
             self._bodies.append(())
             self._waiting.append((self._numbers[key], body))
         return self._numbers[key]
 
-    def text(self, start: Rule) -> str | None:
+    def text(self, start: RuleRef) -> str | None:
         """Return the grammar in Lark; None if no text matches it."""
         while self._waiting:
             rule, body = self._waiting.pop()
@@ -96,11 +96,11 @@ class Rules:
         return productive
 
 
-def _number_of(symbol: Rule | Repeat) -> int:
-    return symbol.number if isinstance(symbol, Rule) else symbol.rule.number
+def _number_of(symbol: RuleRef | Repeat) -> int:
+    return symbol.number if isinstance(symbol, RuleRef) else symbol.rule.number
 
 
-def _completes(symbol: Rule | Repeat, productive: set[int]) -> bool:
+def _completes(symbol: RuleRef | Repeat, productive: set[int]) -> bool:
     return _number_of(symbol) in productive or (isinstance(symbol, Repeat) and not symbol.low)
 
 
@@ -114,7 +114,7 @@ def _is_dropped(symbol: Symbol, productive: set[int]) -> bool:
 def _in_lark(symbol: Symbol) -> str:
     if isinstance(symbol, str):
         return symbol
-    if isinstance(symbol, Rule):
+    if isinstance(symbol, RuleRef):
         return f"r{symbol.number}"
     name = f"r{symbol.rule.number}"
     if symbol.high is None:

@@ -70,8 +70,8 @@ class Number:
 class String:
     """Strings. Lengths are in code points."""
 
-    min_length: int = 0
-    max_length: int | None = None
+    shortest: int = 0
+    longest: int | None = None
     patterns: frozenset[str] = frozenset()
     excluded_patterns: frozenset[str] = frozenset()
     formats: frozenset[str] = frozenset()
@@ -229,8 +229,8 @@ def least(first: int | None, second: int | None) -> int | None:
 
 def both_strings(first: String, second: String) -> String | None:
     """Return the intersection, None if its lengths leave none."""
-    shortest = max(first.min_length, second.min_length)
-    longest = least(first.max_length, second.max_length)
+    shortest = max(first.shortest, second.shortest)
+    longest = least(first.longest, second.longest)
     if longest is not None and shortest > longest:
         return None
     patterns = first.patterns | second.patterns
@@ -238,8 +238,8 @@ def both_strings(first: String, second: String) -> String | None:
     if patterns & excluded_patterns:
         return None
     return String(
-        min_length=shortest,
-        max_length=longest,
+        shortest=shortest,
+        longest=longest,
         patterns=patterns,
         excluded_patterns=excluded_patterns,
         formats=first.formats | second.formats,

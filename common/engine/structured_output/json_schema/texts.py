@@ -18,6 +18,9 @@ FORMATS: Final = frozenset(
 )
 """Formats whose texts llguidance knows. Every other one is an annotation."""
 
+MAX_WORD: Final = 64
+"""Characters of a word that a pattern excludes letter by letter."""
+
 _FRACTION: Final = r"/\.[0-9]{0,5}[1-9]/"
 _MAX_INTEGER_PART: Final = 10**9 - 1
 """With six more digits, a number that is no integer is none as a double either."""
@@ -84,13 +87,14 @@ _MISREAD: Final = re.compile(r"""\[\^(?:\\[^\\]|[^\]\\"])*(?:"|\\\\)""")
 
 def string_text(string: String) -> tuple[str, bool]:
     """Return the expression of a shape of strings, quotes included, and whether it must be defined as a terminal."""
-    if string.excluded_patterns or any(map(is_misread, string.patterns)) or any(map(_has_escapes, string.excluded)):
+    is_terminal = string.excluded_patterns or any(map(is_misread, string.patterns))
+    if is_terminal or any(len(word) > MAX_WORD or _has_escapes(word) for word in string.excluded):
         return _string_terminal(string), True
     schema: dict[str, Any] = {"type": "string"}
-    if string.min_length:
-        schema["minLength"] = string.min_length
-    if string.max_length is not None:
-        schema["maxLength"] = string.max_length
+    if string.shortest:
+        schema["minLength"] = string.shortest
+    if string.longest is not None:
+        schema["maxLength"] = string.longest
     parts = [{"pattern": pattern} for pattern in sorted(string.patterns)]
     if string.excluded:
         parts.append({"pattern": pattern_of_others(string.excluded)})
@@ -111,8 +115,8 @@ def _string_terminal(string: String) -> str:
     if string.formats & FORMATS:
         raise GrammarError("a string cannot have a format together with a pattern, or words, that it must not match")
     char = _PLAIN if string.patterns or string.excluded_patterns else rf'({_PLAIN}|\\["\\bfnrt])'
-    most = "" if string.max_length is None else str(string.max_length)
-    terms = [f'/"{char}{{{string.min_length},{most}}}"/']
+    most = "" if string.longest is None else str(string.longest)
+    terms = [f'/"{char}{{{string.shortest},{most}}}"/']
     terms += [f"/{_quoted_pattern(pattern)}/" for pattern in sorted(string.patterns)]
     terms += [f"~/{_quoted_pattern(pattern)}/" for pattern in sorted(string.excluded_patterns)]
     if string.excluded:
