@@ -64,7 +64,7 @@ from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import check_format_is_named
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
-from pagoda.server.processing.answer_check import EndedAnswers, with_grammar
+from pagoda.server.processing.answer_check import ended_answers, with_grammar
 from pagoda.server.processing.inputs import (
     ALONE,
     InputProcessor,
@@ -901,7 +901,7 @@ class AsyncInputs:
             return prepared, None
         tokenizer = self.processor.tokenizer
         assert tokenizer is not None, "a grammar needs one"
-        ended = EndedAnswers(prepared, resolved, tokenizer)
+        ended = ended_answers(prepared, resolved, tokenizer)
 
         async def check(output: RequestOutput) -> None:
             for _, answer in ended.add(output):

@@ -30,7 +30,7 @@ from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
 from pagoda.server.parsers.registry import check_format_is_named
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
-from pagoda.server.processing.answer_check import EndedAnswers, with_grammar
+from pagoda.server.processing.answer_check import EndedAnswers, ended_answers, with_grammar
 from pagoda.server.processing.inputs import (
     InputProcessor,
     PreparedRequest,
@@ -193,7 +193,7 @@ class LLMEngine(EngineViews):
             prepared = with_grammar(prepared, resolved)
             self._built.structured.mask_state(prepared.children[0]).release()
             if resolved.unchecked and self._text is not None:
-                self._ended[prepared.request_id] = EndedAnswers(prepared, resolved, self._text)
+                self._ended[prepared.request_id] = ended_answers(prepared, resolved, self._text)
         if (adapter := prepared.children[0].adapter) is not None:
             self._core.load_adapter_now(adapter)
         self._outputs.add(prepared, kind)

@@ -67,10 +67,25 @@ def suite(path: Path, only: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield file, case
 
 
-def vocabulary(words: set[str]) -> Vocabulary:
-    """Return single bytes, the end, and some words."""
-    tokens = [bytes([byte]) for byte in range(256)] + [b""] + [word.encode() for word in sorted(words)]
-    return Vocabulary(tuple(tokens), frozenset({END}), (END,), lambda text: list(text.encode()))
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How schemas are judged. `closing`: of objects, as for requests."""
+
+    library: Guidance
+    tokens: tuple[bytes, ...]
+    walks: int = 20
+    seed: int = 1
+    closing: Closing = "no"
+
+
+def settings(**given: Any) -> Settings:
+    """Return settings with a vocabulary of single bytes, the end, and some words."""
+    words = sorted(
+        {f'"{name}"' for name in ("foo", "bar", "baz", "a", "b")} | {"true", "null", "foo", "12", "{}", "[]"}
+    )
+    tokens = (*(bytes([byte]) for byte in range(256)), b"", *(word.encode() for word in words))
+    vocabulary = Vocabulary(tokens, frozenset({END}), (END,), lambda text: list(text.encode()))
+    return Settings(Guidance(vocabulary), tokens, **given)
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -98,13 +113,13 @@ def accepts(matcher: Matcher, text: str) -> bool:
     return all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(END)
 
 
-def walk(library: Guidance, start: Matcher, count: int, draw: random.Random) -> str | None:
+def walk(settings: Settings, start: Matcher, draw: random.Random) -> str | None:
     """Return a random answer; None if it comes to no end."""
     matcher = start.copy()
     data = b""
-    bits = np.zeros((1, -(-count // 32)), np.uint32)
+    bits = np.zeros((1, -(-len(settings.tokens) // 32)), np.uint32)
     for step in range(MAX_TOKENS):
-        library.fill([matcher], bits)
+        settings.library.fill([matcher], bits)
         allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
         if not allowed or matcher.error is not None:
             return None
@@ -116,16 +131,11 @@ def walk(library: Guidance, start: Matcher, count: int, draw: random.Random) -> 
             return data.decode("utf-8", "replace")
         if not matcher.accept(token):
             return None
-        data += TOKENS[token]
+        data += settings.tokens[token]
     return None
 
 
-TOKENS: list[bytes] = []
-
-
-def judge(
-    file: str, case: dict[str, Any], library: Guidance, count: int, walks: int, seed: int, closing: Closing
-) -> Outcome:
+def judge(file: str, case: dict[str, Any], settings: Settings) -> Outcome:
     """Return what becomes of one schema."""
     schema = case["schema"]
     valid = [test["data"] for test in case["tests"] if test["valid"]]
@@ -136,8 +146,9 @@ def judge(
         return Outcome(file, case["description"], fate, reason, len(valid), accepted, wrong, len(invalid))
 
     try:
-        grammar = library.resolved(guidance_text(StructuredOutputsParams(json=schema), {}, closing=closing))
-        start = library.compile(grammar.text)
+        text = guidance_text(StructuredOutputsParams(json=schema), {}, closing=settings.closing)
+        grammar = settings.library.resolved(text)
+        start = settings.library.compile(grammar.text)
     except (GrammarError, RequestError) as error:
         return outcome("refused", str(error).removeprefix("structured_outputs: "))
 
@@ -149,9 +160,9 @@ def judge(
 
     accepted = sum(map(takes, valid))
     wrong = sum(map(takes, invalid))
-    draw = random.Random(seed)
-    for _ in range(walks):
-        text = walk(library, start, count, draw)
+    draw = random.Random(settings.seed)
+    for _ in range(settings.walks):
+        text = walk(settings, start, draw)
         if text is None:
             return outcome("invalid", "a walk comes to no end", accepted, wrong)
         try:
@@ -178,13 +189,8 @@ def main() -> None:
     parser.add_argument("--closing", choices=("no", "safe", "yes"), default="no")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    cases = list(suite(args.suite, args.only))
-    words = {f'"{name}"' for name in ("foo", "bar", "baz", "a", "b")} | {"true", "null", "foo", "12", "{}", "[]"}
-    words_of = vocabulary(words)
-    TOKENS.extend(words_of.tokens)
-    library = Guidance(words_of)
-    options = {"count": len(words_of), "walks": args.walks, "seed": args.seed, "closing": args.closing}
-    outcomes = [judge(file, case, library, **options) for file, case in cases]
+    used = settings(walks=args.walks, seed=args.seed, closing=args.closing)
+    outcomes = [judge(file, case, used) for file, case in suite(args.suite, args.only)]
     for outcome in outcomes:
         if outcome.fate != "enforced":
             print(f"{outcome.fate:9}{outcome.file}: {outcome.name}: {outcome.reason}")

@@ -24,28 +24,37 @@ def _child(child: EngineRequest, resolved: ResolvedGrammar) -> EngineRequest:
     return replace(child, grammar=Grammar(resolved.text, child.grammar.engine))
 
 
+def ended_answers(prepared: PreparedRequest, grammar: ResolvedGrammar, tokenizer: Tokenizer) -> EndedAnswers:
+    """Return what collects the answers of a request."""
+    params = prepared.params
+    yields_deltas = isinstance(params, SamplingParams) and params.yields_deltas
+    thinking = prepared.children[0].thinking
+    return EndedAnswers(grammar, tokenizer, thinking=thinking, yields_deltas=yields_deltas)
+
+
 class EndedAnswers:
     """Collects the tokens of a request's sequences, and returns the answers of those that ended by themselves."""
 
-    def __init__(self, prepared: PreparedRequest, grammar: ResolvedGrammar, tokenizer: Tokenizer) -> None:
-        params = prepared.params
+    def __init__(
+        self, grammar: ResolvedGrammar, tokenizer: Tokenizer, *, thinking: Thinking | None, yields_deltas: bool
+    ) -> None:
         self.grammar = grammar
         self._tokenizer = tokenizer
-        self._thinking = prepared.children[0].thinking
-        self._is_delta = isinstance(params, SamplingParams) and params.yields_deltas
+        self._thinking = thinking
+        self._yields_deltas = yields_deltas
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)
 
     def add(self, output: RequestOutput) -> Iterator[tuple[CompletionOutput, str]]:
         """Yield each completion that ends with this output and neither at a limit nor at a stop string, and its text
         without the reasoning."""
         for completion in output.outputs:
-            if not self._is_delta:
+            if not self._yields_deltas:
                 self._tokens.pop(completion.index, None)
             tokens = self._tokens[completion.index]
             tokens += completion.token_ids
             if completion.finish_reason == "stop" and completion.stop_reason is None:
                 answer = tokens if self._thinking is None else _after_reasoning(tokens, self._thinking)
-                yield completion, self._tokenizer.decode(answer, skip_special_tokens=True)
+                yield completion, self._tokenizer.decode(answer)
 
 
 def _after_reasoning(tokens: list[int], thinking: Thinking) -> list[int]:

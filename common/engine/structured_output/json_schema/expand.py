@@ -162,7 +162,8 @@ class Expander:
         """
         never = self.document.never
         objects = [shape for shape in complement if isinstance(shape, Object)]
-        if len(objects) * len(shapes) <= MAX_EXCLUSIVE:
+        count = sum(isinstance(shape, Object) for shape in shapes)
+        if len(objects) * count <= MAX_EXCLUSIVE:
             return self.both(shapes, complement)
         objects.sort(key=lambda shape: sum(node != never for _, node in shape.properties))
         others = tuple(shape for shape in complement if not isinstance(shape, Object))
@@ -170,7 +171,7 @@ class Expander:
         for shape in shapes:
             if isinstance(shape, Object):
                 parts = (part for other in objects if (part := self._intersection(shape, other)) is not None)
-                kept = dict.fromkeys(itertools.islice(parts, max(1, MAX_EXCLUSIVE // len(shapes))))
+                kept = dict.fromkeys(itertools.islice(parts, max(1, MAX_EXCLUSIVE // count)))
                 result |= {shape: None} if shape in kept else kept
             else:
                 result |= dict.fromkeys(self.both((shape,), others))

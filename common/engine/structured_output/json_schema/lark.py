@@ -85,16 +85,15 @@ class _Writer:
         return SchemaGrammar("\n".join([text, self._marks, *self._terminals]), frozenset(self._unchecked))
 
     def _value(self, node: Node) -> RuleRef:
-        if node == ANY:
-            return self._rules.rule("any", lambda: [(json_leaf({}),)])
         return self._rules.rule(node, lambda: self._shapes(node))
 
     def _shapes(self, node: Node) -> Sequences:
         shapes = self._expander.shapes(node)
         result: list[tuple[Symbol, ...]] = []
         values = [value for shape in shapes for value in _values(shape)]
-        if values:
-            result.append((json_leaf({"enum": values}),))
+        if scalars := [value for value in values if not isinstance(value, list | dict)]:
+            result.append((json_leaf({"enum": scalars}),))
+        result += [tuple(_symbols(value)) for value in values if isinstance(value, list | dict)]
         for shape in shapes:
             match shape:
                 case Number():
@@ -287,6 +286,25 @@ def _values(shape: Shape) -> Iterator[Any]:
         yield shape.value
     elif isinstance(shape, Null):
         yield None
+
+
+def _symbols(value: Any) -> Iterator[str]:
+    """Yield the terminals of one value."""
+    if isinstance(value, list):
+        yield "BEGIN"
+        for index, item in enumerate(value):
+            yield from ("COMMA",) if index else ()
+            yield from _symbols(item)
+        yield "END"
+    elif isinstance(value, dict):
+        yield "OPEN"
+        for index, (name, item) in enumerate(value.items()):
+            yield from ("COMMA",) if index else ()
+            yield from (lark_string(msgspec.json.encode(name).decode()), "COLON")
+            yield from _symbols(item)
+        yield "CLOSE"
+    else:
+        yield lark_string(msgspec.json.encode(value).decode())
 
 
 def _classes(shape: Object) -> list[tuple[String, Node]]:
