@@ -24,8 +24,9 @@ from pagoda.common.engine.structured_output.grammar import (
 )
 from pagoda.common.engine.structured_output.json_schema.documents import Document
 from pagoda.common.engine.structured_output.json_schema.expand import Expander
+from pagoda.common.engine.structured_output.json_schema.keywords import number_shape
 from pagoda.common.engine.structured_output.json_schema.lark import schema_grammar
-from pagoda.common.engine.structured_output.json_schema.texts import FORMATS, is_misread
+from pagoda.common.engine.structured_output.json_schema.texts import FORMATS, is_misread, is_misread_interval
 
 OPTIONS: Final = "x-guidance"
 """Key of a schema with llguidance's options."""
@@ -86,12 +87,20 @@ def _resolved_entry(
         error_of(json_text({"grammars": [{SCHEMA_ENTRY: part}]})) is not None for part in tried
     ):
         return {**rest, SCHEMA_ENTRY: native}, frozenset()
-    grammar = schema_grammar(schema, whitespace=_whitespace(schema), closed=how != "no")
+
+    def is_possible(lark: str) -> bool:
+        return "Unsatisfiable" not in (error_of(json_text({"grammars": [{"lark_grammar": lark}]})) or "")
+
+    grammar = schema_grammar(schema, whitespace=_whitespace(schema), closed=how != "no", is_possible=is_possible)
     return {**rest, "lark_grammar": grammar.lark}, grammar.unchecked
 
 
 def _has_misread(schema: Any) -> bool:
-    """Return True if a part of a schema has a pattern that llguidance does not read as it is meant."""
+    """Return True if llguidance would allow an invalid answer.
+
+    It does not read some patterns and intervals as they are meant, and counts a property twice whose name is written
+    twice.
+    """
     if isinstance(schema, list):
         return any(map(_has_misread, schema))
     if not isinstance(schema, Mapping):
@@ -99,7 +108,20 @@ def _has_misread(schema: Any) -> bool:
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and is_misread(pattern):
         return True
+    least = schema.get("minProperties")
+    if isinstance(least, int | float) and least > 1:
+        return True
+    if not schema.keys().isdisjoint(("exclusiveMinimum", "exclusiveMaximum")) and _has_misread_interval(schema):
+        return True
     return any(map(_has_misread, schema.values()))
+
+
+def _has_misread_interval(schema: Mapping[str, Any]) -> bool:
+    try:
+        number = number_shape(schema)
+    except GrammarError:
+        return False  # a property of this name, or an invalid schema
+    return number is not None and is_misread_interval(number)
 
 
 def _whitespace(schema: Mapping[str, Any]) -> str:

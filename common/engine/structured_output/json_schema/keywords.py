@@ -114,7 +114,7 @@ def _types(schema: Mapping[str, Any]) -> Shapes:
 
 def own_shapes(document: Document, literal: Literal, schema: Mapping[str, Any]) -> tuple[Shapes, ...]:
     """Return unions of shapes, whose intersection is what the keywords without schemas for the same value allow."""
-    number = _numbers(schema)
+    number = number_shape(schema)
     string = _strings(schema)
     array = _arrays(document, literal, schema)
     limited: list[Shape] = [shape for shape in ALL_SHAPES if isinstance(shape, Null | Boolean)]
@@ -123,7 +123,8 @@ def own_shapes(document: Document, literal: Literal, schema: Mapping[str, Any]) 
     return (_types(schema), *_constants(schema), whole, *_dependencies(document, schema))
 
 
-def _numbers(schema: Mapping[str, Any]) -> Number | None:
+def number_shape(schema: Mapping[str, Any]) -> Number | None:
+    """Return what a schema's keywords of numbers allow."""
     number: Number | None = Number()
     for bound in _number_bounds(schema):
         number = None if number is None else both_numbers(number, bound)

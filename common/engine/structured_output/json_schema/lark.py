@@ -7,7 +7,7 @@ Arrays follow an automaton over the number of items and of those that `contains`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -39,7 +39,7 @@ MAX_PATTERNS: Final = 4
 MAX_COUNTED: Final = 3
 """Schemas of one array of which `contains` counts the items."""
 MAX_UNIQUE_VALUES: Final = 64
-"""Values of an array whose items must differ: the grammar excludes each from occurring twice."""
+"""Values of an array whose items must differ: the parameter of llguidance's rules has as many bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +50,28 @@ class SchemaGrammar:
     unchecked: frozenset[str]
 
 
-def schema_grammar(schema: Schema, *, whitespace: str, closed: bool) -> SchemaGrammar:
+def schema_grammar(
+    schema: Schema, *, whitespace: str, closed: bool, is_possible: Callable[[str], bool] = lambda grammar: True
+) -> SchemaGrammar:
     """Return the grammar of a schema. Raises GrammarError.
 
     `whitespace`: pattern of what may stand between tokens, which may be empty. `closed`: objects whose properties the
-    schema lists have no others, unless it says so.
+    schema lists have no others, unless it says so. `is_possible`: returns whether any text matches a grammar in Lark.
     """
-    return _Writer(Expander(Document(schema)), whitespace=whitespace, closed=closed).grammar()
+    writer = _Writer(Expander(Document(schema)), whitespace=whitespace, closed=closed, is_possible=is_possible)
+    return writer.grammar()
 
 
 class _Writer:
-    def __init__(self, expander: Expander, *, whitespace: str, closed: bool) -> None:
+    def __init__(
+        self, expander: Expander, *, whitespace: str, closed: bool, is_possible: Callable[[str], bool]
+    ) -> None:
         self._expander = expander
         self._closed = closed
+        self._is_possible = is_possible
         self._rules = Rules()
         self._unchecked: set[str] = set()
-        self._terminals: list[str] = []
+        self._definitions: list[str] = []
         space = f"({whitespace})?" if whitespace else ""
         self._marks = "\n".join(
             [
@@ -82,7 +88,7 @@ class _Writer:
         text = self._rules.text(self._value(frozenset({self._expander.document.root})))
         if text is None:
             raise GrammarError("no value matches the JSON schema, as far as a grammar can express it")
-        return SchemaGrammar("\n".join([text, self._marks, *self._terminals]), frozenset(self._unchecked))
+        return SchemaGrammar("\n".join([text, self._marks, *self._definitions]), frozenset(self._unchecked))
 
     def _value(self, node: Node) -> RuleRef:
         return self._rules.rule(node, lambda: self._shapes(node))
@@ -97,9 +103,9 @@ class _Writer:
         for shape in shapes:
             match shape:
                 case Number():
-                    result += [(text,) for text in number_texts(shape)]
+                    result += [(text,) for text in number_texts(shape) if self._is_possible(f"start: {text}")]
                 case String():
-                    result.append((self._string(shape),))
+                    result += [(text,) for text in self._strings(shape)]
                 case Array():
                     result.append((self._array(shape),))
                 case Object():
@@ -108,14 +114,19 @@ class _Writer:
                     pass
         return result
 
-    def _string(self, shape: String) -> str:
+    def _strings(self, shape: String) -> list[str]:
+        """Return the expression of a shape of strings; none if its constraints surely exclude each other."""
         text, is_terminal = string_text(shape)
-        return self._terminal("STRING", text) if is_terminal else text
+        if shape.is_combined and not self._is_possible(
+            f"start: TEXT\nTEXT: {text}" if is_terminal else f"start: {text}"
+        ):
+            return []
+        return [self._terminal(text) if is_terminal else text]
 
-    def _terminal(self, kind: str, text: str) -> str:
+    def _terminal(self, text: str) -> str:
         """Define a terminal and return its name."""
-        name = f"{kind}{len(self._terminals)}"
-        self._terminals.append(f"{name}: {text}")
+        name = f"STRING{len(self._definitions)}"
+        self._definitions.append(f"{name}: {text}")
         return name
 
     # Objects.
@@ -169,9 +180,8 @@ class _Writer:
             for allowed in of_names:
                 if isinstance(allowed, String):
                     both = self._expander.both((allowed,), (replace(key, excluded=names),))
-                    result += [
-                        (self._string(part), "COLON", self._value(node)) for part in both if isinstance(part, String)
-                    ]
+                    texts = [text for part in both if isinstance(part, String) for text in self._strings(part)]
+                    result += [(text, "COLON", self._value(node)) for text in texts]
         return result
 
     # Arrays.
@@ -181,9 +191,9 @@ class _Writer:
 
     def _items(self, shape: Array) -> Sequences:
         if shape.unique and (shape.max_items is None or shape.max_items > 1):
-            texts = self._unique(shape)
-            if texts is not None:
-                return texts
+            unique = self._unique(shape)
+            if unique is not None:
+                return unique
             self._unchecked.add("uniqueItems")
         if not shape.contains and not shape.unevaluated:
             return [("BEGIN", self._uncounted(shape, 0))]
@@ -229,44 +239,47 @@ class _Writer:
         return [(Repeat(loop, 0, None), *sequence) for sequence in result]
 
     def _unique(self, shape: Array) -> Sequences | None:
-        """Return an array of different items as a terminal, if its items have few values; else None."""
-        if shape.contains or shape.unevaluated:
-            return None
-        texts: dict[str, None] = {}
-        parts = []
-        rest_is_never = shape.items == self._expander.document.never or shape.max_items == len(shape.prefix)
-        for node in (*shape.prefix, *(() if rest_is_never else (shape.items,))):
+        """Return the arrays of different items, if the items have few values; else None."""
+        if shape.contains or shape.unevaluated or (shape.prefix and shape.min_items > 1):
+            return None  # of a prefix, a first item might leave no value for a second one
+        ends = shape.items == self._expander.document.never or shape.max_items == len(shape.prefix)
+        places = []
+        for node in (*shape.prefix, *(() if ends else (shape.items,))):
             values = self._finite(node)
             if values is None:
                 return None
-            texts |= dict.fromkeys(values)
-            parts.append("(" + " | ".join(map(lark_string, values)) + ")")
-        if len(texts) > MAX_UNIQUE_VALUES or shape.min_items > len(texts):
-            return None if len(texts) > MAX_UNIQUE_VALUES else []
-        return [(self._unique_terminal(shape, parts, list(texts), rest_is_never),)]
+            places.append(values)
+        bits = {text: bit for bit, text in enumerate(dict.fromkeys(itertools.chain(*places)))}
+        if len(bits) > MAX_UNIQUE_VALUES:
+            return None
+        return [] if shape.min_items > len(bits) else [(self._unique_rule(shape, places, bits, repeats=not ends),)]
 
-    def _unique_terminal(self, shape: Array, parts: list[str], texts: list[str], rest_is_never: bool) -> str:
-        """Return an expression of arrays in which none of the texts is twice."""
-        length = len(shape.prefix)
-        most = length if rest_is_never else len(texts)
-        most = most if shape.max_items is None else min(most, shape.max_items)
-        choices = []
-        for count in range(shape.min_items, min(length, most) + 1):
-            choices.append(" COMMA ".join(parts[:count]))
-        if most > length:
-            low = max(0, shape.min_items - length)
-            if length:
-                choices.append(f"{' COMMA '.join(parts[:length])} (COMMA {parts[-1]}){{{max(1, low)},{most - length}}}")
-            else:
-                choices.append(f"{parts[-1]} (COMMA {parts[-1]}){{{max(0, low - 1)},{most - 1}}}")
-        arrays = " | ".join(f"BEGIN {choice} END" if choice else "BEGIN END" for choice in choices)
-        any_text = "(" + " | ".join(map(lark_string, texts)) + ")"
-        array = self._terminal("ARRAY", arrays)
-        for text in texts:
-            value = lark_string(text)
-            twice = f"BEGIN ({any_text} COMMA)* {value} COMMA ({any_text} COMMA)* {value} (COMMA {any_text})* END"
-            array += f" & ~{self._terminal('TWICE', twice)}"
-        return self._terminal("UNIQUE", array)
+    def _unique_rule(self, shape: Array, places: list[list[str]], bits: dict[str, int], *, repeats: bool) -> str:
+        """Define rules of arrays whose items are among `places` and differ, and return the name of the first.
+
+        Their parameter has a bit for each value that has occurred. `repeats`: the last place is that of all further
+        items.
+        """
+        name = f"unique{len(self._definitions)}"
+        end = f"END %if bit_count_ge(_, {shape.min_items})"
+        room = "" if shape.max_items is None else f", bit_count_lt(_, {shape.max_items})"
+        if repeats and len(places) == 1:
+            places = [*places, *places]  # the first item has no comma before it
+        lines = [f"{name}: BEGIN {name}_0::0x0"]
+        for index, values in enumerate(places):
+            following = index if repeats and index == len(places) - 1 else index + 1
+            options = [end]
+            for value in values:
+                condition = f"bit_clear({bits[value]})"
+                condition = f"and({condition}{room})" if room else condition
+                comma = "COMMA " if index else ""
+                rest = f"{name}_{following}::set_bit({bits[value]})"
+                options.append(f"{comma}{lark_string(value)} {rest} %if {condition}")
+            lines.append(f"{name}_{index}::_: " + "\n | ".join(options))
+        if not repeats:
+            lines.append(f"{name}_{len(places)}::_: {end}")
+        self._definitions.append("\n".join(lines))
+        return name
 
     def _finite(self, node: Node) -> list[str] | None:
         """Return the JSON texts of a node's values, None if they cannot be listed."""

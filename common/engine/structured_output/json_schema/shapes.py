@@ -77,6 +77,12 @@ class String:
     formats: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
 
+    @property
+    def is_combined(self) -> bool:
+        """True if several constraints apply, which may exclude each other."""
+        lengths = self.shortest > 0 or self.longest is not None
+        return lengths + len(self.patterns) + len(self.excluded_patterns) + len(self.formats) > 1
+
 
 @dataclass(frozen=True, slots=True)
 class Contains:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Final
 
@@ -22,6 +23,8 @@ MAX_WORD: Final = 64
 """Characters of a word that a pattern excludes letter by letter."""
 
 _FRACTION: Final = r"/\.[0-9]{0,5}[1-9]/"
+_MARGIN: Final = Fraction(1, 1_000_000)
+"""What an interval loses at an open bound that llguidance would include."""
 _MAX_INTEGER_PART: Final = 10**9 - 1
 """With six more digits, a number that is no integer is none as a double either."""
 _PLAIN: Final = r'[^"\\\x00-\x1f]'
@@ -61,7 +64,21 @@ def _integer_parts(number: Number) -> list[tuple[int, int]]:
     return [(max(0, low), high - 1), (low + 1, min(-1, high))]
 
 
+def is_misread_interval(number: Number) -> bool:
+    """Return True if llguidance would allow a bound that the interval excludes: an integer with the other bound less
+    than 1 away."""
+    if number.integer or number.low is None or number.high is None or number.high - number.low >= 1:
+        return False
+    low_is_misread = number.low_open and number.low.denominator == 1
+    return low_is_misread or (number.high_open and number.high.denominator == 1)
+
+
 def _number_schema(number: Number) -> dict[str, Any]:
+    if is_misread_interval(number) and number.low is not None and number.high is not None:
+        margin = min(_MARGIN, (number.high - number.low) / 4)
+        low = number.low + margin if number.low_open else number.low
+        high = number.high - margin if number.high_open else number.high
+        number = replace(number, low=low, low_open=False, high=high, high_open=False)
     schema: dict[str, Any] = {"type": "integer" if number.integer else "number"}
     if number.low is not None:
         schema["exclusiveMinimum" if number.low_open else "minimum"] = _as_json(number.low)

@@ -88,6 +88,17 @@ def test_types_of_pydantic(settings: schema_suite.Settings, closing: Closing) ->
     assert by_check == [set[str], frozenset[int], list[set[float]]]
 
 
+IMPOSSIBLE = {
+    "anyOf": [
+        {"type": "string", "pattern": "^a$", "maxLength": 0},
+        {"const": 1},
+        {"type": "number", "multipleOf": 2, "minimum": 3, "maximum": 3.5},
+    ],
+    "not": {"type": "array"},
+}
+"""A schema of which only 1 is left."""
+SWITCHES = {"uniqueItems": True, "prefixItems": [{"type": "boolean"}] * 2, "items": False}
+MANY = [index * 7 % 40 for index in range(40)]
 KINDS = {"oneOf": [{"properties": {name: {"type": "integer"}}, "required": [name]} for name in ("foo", "bar", "baz")]}
 NEEDED = {"if": {"required": ["a"]}, "then": {"required": ["b"]}, "type": "object"}
 PATTERNED = {
@@ -110,6 +121,11 @@ LINKED = {
         ({"uniqueItems": True, "items": {"enum": ["a", "b"]}}, ["[]", '["b","a"]'], ['["a","a"]']),
         ({"uniqueItems": True, "items": {"enum": [1, 11, ",1"]}, "minItems": 2}, ['[1,11,",1"]'], ["[1]", "[1,1]"]),
         ({"items": {"enum": [1, 2, 3]}, "uniqueItems": True, "maxItems": 2}, ["[3,1]"], ["[1,2,3]"]),
+        ({"uniqueItems": True, "items": {"enum": list(MANY)}}, [json.dumps(MANY)], ["[1,1]", json.dumps([*MANY, 5])]),
+        (SWITCHES, ["[true,false]", "[true]"], ["[true,true]", "[true,false,true]"]),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.1", "0.5"], ["0", "0.0", "0.6"]),
+        ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.1"], ["0", "-0", "-1"]),
+        (IMPOSSIBLE, ["1"], ['"a"', '""', "3", "2"]),
         ({"contains": {"type": "null"}, "maxContains": 1, "minItems": 2}, ["[1,null]"], ["[null]", "[null,null]"]),
         ({"contains": {"const": 1}, "minContains": 2, "maxItems": 3}, ["[1,1]", "[1,0,1]"], ["[1]", "[1,1,1,1]"]),
         ({"type": "array", "not": {"items": {"type": "string"}}}, ['["a",1]'], ['["a"]', "[]"]),
@@ -182,6 +198,15 @@ def test_unique_items_of_any_value_are_checked_in_the_answer(settings: schema_su
     for value in ({"x": [1, 1.0]}, {"x": [{"a": 1, "b": 2}, {"b": 2, "a": 1}]}):
         assert answer_error(grammar, json.dumps(value)) == "the answer violates the JSON schema (uniqueItems)"
     assert "not JSON" in answer_error(grammar, '{"x":')
+
+
+def test_a_name_that_is_written_twice_counts_once(settings: schema_suite.Settings) -> None:
+    grammar = resolved(settings, {"type": "object", "minProperties": 3, "required": ["a"]})
+    assert grammar.unchecked == ("minProperties",)
+    assert answer_error(grammar, '{"a":1,"b":2,"c":3}') == ""
+    assert "minProperties" in answer_error(grammar, '{"a":1,"b":2,"b":3}')
+    for settled in ({"minProperties": 1}, {"minProperties": 2, "required": ["a"]}):
+        assert resolved(settings, {"type": "object", **settled}).unchecked == ()
 
 
 def test_what_is_checked_cannot_be_a_part_of_an_answer(settings: schema_suite.Settings) -> None:
