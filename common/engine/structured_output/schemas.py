@@ -95,16 +95,18 @@ def _resolved_entry(
     return {**rest, "lark_grammar": grammar.lark}, grammar.unchecked
 
 
-def _has_misread(schema: Any) -> bool:
+def _has_misread(schema: Any, *, is_root: bool = True) -> bool:
     """Return True if llguidance would allow an invalid answer.
 
-    It does not read some patterns and intervals as they are meant, and counts a property twice whose name is written
-    twice.
+    It does not read some patterns and intervals as they are meant, resolves references in an embedded resource against
+    the whole document, and counts a property twice whose name is written twice.
     """
     if isinstance(schema, list):
-        return any(map(_has_misread, schema))
+        return any(_has_misread(item, is_root=False) for item in schema)
     if not isinstance(schema, Mapping):
         return False
+    if not is_root and isinstance(schema.get("$id"), str):
+        return True
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and is_misread(pattern):
         return True
@@ -113,7 +115,7 @@ def _has_misread(schema: Any) -> bool:
         return True
     if not schema.keys().isdisjoint(("exclusiveMinimum", "exclusiveMaximum")) and _has_misread_interval(schema):
         return True
-    return any(map(_has_misread, schema.values()))
+    return any(_has_misread(value, is_root=False) for value in schema.values())
 
 
 def _has_misread_interval(schema: Mapping[str, Any]) -> bool:

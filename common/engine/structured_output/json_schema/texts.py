@@ -33,8 +33,8 @@ _META: Final = frozenset(r"\.+*?()|[]{}^$/-&~#")
 
 
 def json_leaf(schema: Mapping[str, Any]) -> str:
-    """Return the expression of a schema of scalars that llguidance takes as it is, without white space around them."""
-    return "%json " + msgspec.json.encode({**schema, "x-guidance": {"whitespace_flexible": False}}).decode()
+    """Return the expression of a schema of scalars that llguidance takes as it is."""
+    return "%json " + msgspec.json.encode(schema).decode()
 
 
 def lark_string(text: str) -> str:

@@ -169,8 +169,18 @@ def test_closed_objects_have_the_properties_of_all_parts_and_no_others(settings:
         assert schema_suite.accepts(start, with_c)
         assert not schema_suite.accepts(start, '{"a":1,"b":2,"c":1}')
         assert schema_suite.accepts(start, with_c.replace("}", ',"d":4}')) == other
-    overlapping = {"oneOf": [{"properties": {"a": True}, "required": ["a"]}, {"properties": {"b": True}}]}
+    first, second = ({"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab")
+    overlapping = {"oneOf": [{**first, "required": ["a"]}, second]}
     assert not schema_suite.accepts(matcher(settings, overlapping, "yes"), '{"a":1}'), "both parts match"
+    unlisted = {"type": "object", "not": {"required": ["a"]}}
+    assert schema_suite.accepts(matcher(settings, unlisted, "yes"), '{"b":1}'), "it lists no properties"
+
+
+def test_references_are_resolved_by_identifier_and_by_place(settings: schema_suite.Settings) -> None:
+    inner = {"$id": "inner", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"const": 1}}}
+    schema = {"$id": "https://example.com/s", "$ref": "inner#/$defs/a", "$defs": {"x": inner, "b": {"const": 2}}}
+    start = matcher(settings, schema)
+    assert (schema_suite.accepts(start, "1"), schema_suite.accepts(start, "2")) == (True, False)
 
 
 def test_white_space_is_that_of_the_request(settings: schema_suite.Settings) -> None:
@@ -268,6 +278,13 @@ def test_what_is_refused(settings, schema, words):
 
 def test_alternatives_that_exclude_each_other_stay_few(settings: schema_suite.Settings) -> None:
     """The complement of each of many objects has many parts; one suffices."""
+    shared = {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"]}
+    alike = [
+        {"properties": {"sub": shared, **part["properties"]}, "required": ["sub", *part["required"]]}
+        for part in objects(6)
+    ]
+    start = matcher(settings, {"oneOf": alike}, "safe")
+    assert schema_suite.accepts(start, '{"sub":{"x":null},"p4":null}')
     text = resolved(settings, {"oneOf": objects(12)}, "safe").text
     assert len(text) < 60_000
     start = settings.library.compile(text)
