@@ -894,8 +894,7 @@ class AsyncInputs:
         grammar = prepared.children[0].grammar
         if grammar is None:
             return prepared, None
-        most = limits.share(MAX_WAITING)
-        resolved = await self._grammars.check(grammar, owner, most)
+        resolved = await self._grammars.check(grammar, owner, limits.share(MAX_WAITING))
         prepared = with_grammar(prepared, resolved)
         if not resolved.unchecked:
             return prepared, None
@@ -905,7 +904,7 @@ class AsyncInputs:
 
         async def check(output: RequestOutput) -> None:
             for _, answer in ended.add(output):
-                if error := await self._grammars.answer_error(resolved, answer, owner, most):
+                if error := await self._grammars.answer_error(resolved, answer, owner):
                     raise AnswerError(error)
 
         return prepared, check

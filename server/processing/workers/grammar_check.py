@@ -107,14 +107,9 @@ class GrammarCheck:
             raise
         return await asyncio.shield(self._run(GrammarJob(grammar), owner, name))
 
-    async def answer_error(
-        self, grammar: ResolvedGrammar, answer: str, owner: str = "", most_of_owner: int = MAX_WAITING
-    ) -> str:
-        """Return why a finished answer violates the schema of its grammar, empty if it does not.
-
-        Raises QueueFullError if too many jobs are in line.
-        """
-        await self._line.enter(owner, most_of_owner)
+    async def answer_error(self, grammar: ResolvedGrammar, answer: str, owner: str = "") -> str:
+        """Return why a finished answer violates the schema of its grammar, empty if it does not."""
+        await self._line.enter(owner, None)
         reply = await asyncio.shield(self._run(GrammarJob(checked=grammar, answer=answer), owner))
         return reply.error
 

@@ -14,7 +14,7 @@ from support.checkpoints.byte_text import EOS, byte_tokenizer
 from support.suite.rows import each_row
 from support.suite.watching import Children, until
 
-from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, vocabulary_of
+from pagoda.common.engine.structured_output.grammar import Grammar, ResolvedGrammar, Vocabulary, vocabulary_of
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.common.errors import QueueFullError, RequestError
 from pagoda.common.sampling_params import StructuredOutputsParams
@@ -279,6 +279,10 @@ async def test_the_line_is_bounded_for_all_keys_together(scripted):
         await asyncio.sleep(0)
         with pytest.raises(QueueFullError, match="too many new grammars in line; try again later"):
             await check.check(Grammar("b"), "b")
+        answer = asyncio.create_task(check.answer_error(ResolvedGrammar("", "true"), "1", "b"))
+        await asyncio.sleep(0)
+        assert not answer.done(), "a finished answer is checked, however long the line is"
+        many.append(answer)
         for task in many:
             task.cancel()
         await asyncio.gather(*many, return_exceptions=True)
