@@ -110,6 +110,11 @@ class AbortedError(PagodaError):
     """A request that the server aborted: HTTP 503. The same request may be accepted later."""
 
 
+class AnswerError(PagodaError):
+    """A finished answer that violates its JSON schema where the grammar could not enforce it: HTTP 500. The same
+    request may succeed when it is sent again."""
+
+
 class SleepError(PagodaError):
     """The engine sleeps, or cannot sleep or wake up: HTTP 503. Its state is unchanged; the message has a remedy."""
 

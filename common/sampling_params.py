@@ -250,6 +250,11 @@ class SamplingParams:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
+    def yields_deltas(self) -> bool:
+        """True when an output has only what is new."""
+        return self.output_kind is RequestOutputKind.DELTA
+
+    @property
     def reports_logprobs(self) -> bool:
         """True when each token comes with log-probabilities."""
         return self.logprobs is not None or bool(self.logprob_token_ids)

@@ -16,7 +16,14 @@ from pagoda.common.config.groups.nested.profiler import PROFILER_OFF, check_prof
 from pagoda.common.engine.core import PAUSE_MODES
 from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
 from pagoda.common.engine.messages import OVERLOAD, EngineRequest, EngineStats, RequestEvents, StepOutputs
-from pagoda.common.errors import ConfigError, EngineDeadError, EngineUnavailableError, RequestError, RequestLostError
+from pagoda.common.errors import (
+    AnswerError,
+    ConfigError,
+    EngineDeadError,
+    EngineUnavailableError,
+    RequestError,
+    RequestLostError,
+)
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.sampling_params import SamplingParams
@@ -60,6 +67,7 @@ from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import check_format_is_named
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
+from pagoda.server.processing.answer_check import ended_answers, with_grammar
 from pagoda.server.processing.inputs import (
     ALONE,
     InputProcessor,
@@ -74,7 +82,7 @@ from pagoda.server.processing.inputs import (
     text_options,
     with_text,
 )
-from pagoda.server.processing.output_processor import AsyncRequests, RequestStream, clear_events
+from pagoda.server.processing.output_processor import AsyncRequests, OutputCheck, RequestStream, clear_events
 from pagoda.server.processing.workers.grammar_check import MAX_WAITING, GrammarCheck, check_of
 from pagoda.server.processing.workers.waiting_lines import TextThreads
 from pagoda.server.processing.workers.worker import TemplateRenderer
@@ -444,10 +452,11 @@ class AsyncLLM(EngineViews):
         warm.requests.use.add(request_id, prepared.load, origin.owner, origin.group)
         try:
             with self._admission.counting():
-                await warm.inputs.check_grammar(prepared, origin.owner, self._admission.limits)
+                prepared, check = await warm.inputs.check_grammar(prepared, origin.owner, self._admission.limits)
             await self._gate.passed()  # Preparing takes time, so it is checked again.
             self._admission.check(Load())
             stream = warm.requests.add(prepared)
+            stream.check_answers(check)
         except BaseException:
             warm.requests.use.remove([request_id])
             raise
@@ -898,14 +907,32 @@ class AsyncInputs:
         async with self._turn:
             return await asyncio.to_thread(prepare)
 
-    async def check_grammar(self, prepared: PreparedRequest, owner: str, limits: QueueLimits) -> None:
+    async def check_grammar(
+        self, prepared: PreparedRequest, owner: str, limits: QueueLimits
+    ) -> tuple[PreparedRequest, OutputCheck | None]:
         """Compile the grammar of a request, if any, in another process.
 
-        Raises RequestError if that fails, QueueFullError if too many are in line, in all or of the owner.
+        Returns the request with the grammar that the engine gets, and what is to check its outputs, if its grammar does
+        not enforce all of its schema. Raises RequestError if it does not compile, QueueFullError if too many are in
+        line, in all or of the owner.
         """
         grammar = prepared.children[0].grammar
-        if grammar is not None:
-            await self._grammars.check(grammar, owner, limits.share(MAX_WAITING))
+        if grammar is None:
+            return prepared, None
+        resolved = await self._grammars.check(grammar, owner, limits.share(MAX_WAITING))
+        prepared = with_grammar(prepared, resolved)
+        if not resolved.unchecked:
+            return prepared, None
+        tokenizer = self.processor.tokenizer
+        assert tokenizer is not None, "a grammar needs one"
+        ended = ended_answers(prepared, resolved, tokenizer)
+
+        async def check(output: RequestOutput) -> None:
+            for _, answer in ended.add(output):
+                if error := await self._grammars.answer_error(resolved, answer, owner):
+                    raise AnswerError(error)
+
+        return prepared, check
 
     def close(self) -> None:
         """End the processes. Idempotent."""

@@ -19,6 +19,7 @@ from pagoda.common.config.groups.nested.profiler import PROFILER_OFF, check_prof
 from pagoda.common.engine.core import ASLEEP, check_sleep, check_wake_up
 from pagoda.common.engine.messages import EngineStats, RequestEvents
 from pagoda.common.engine.steps.profiling import StepProfiler
+from pagoda.common.engine.structured_output.schemas import answer_error
 from pagoda.common.errors import ConfigError, RequestError, SleepError
 from pagoda.common.observe.logs import configure_unless_done
 from pagoda.common.pooling_params import PoolingParams
@@ -29,6 +30,7 @@ from pagoda.server.core_client.ipc_messages import EngineInfo
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
 from pagoda.server.parsers.registry import check_format_is_named
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
+from pagoda.server.processing.answer_check import EndedAnswers, ended_answers, with_grammar
 from pagoda.server.processing.inputs import (
     InputProcessor,
     PreparedRequest,
@@ -104,6 +106,7 @@ class LLMEngine(EngineViews):
         self._metrics = _metrics_of(self.info, config) if self.log_stats else None
         self._events = RequestEvents() if self.log_stats else None
         self._tracer = open_tracer(config)
+        self._ended: dict[str, EndedAnswers] = {}  # by request, where the grammar does not enforce all of the schema
         self._outputs = OutputProcessor(tokenizer, config.scheduler.stream_interval, self._events, tracer=self._tracer)
 
     @classmethod
@@ -194,8 +197,12 @@ class LLMEngine(EngineViews):
         """
         if self.is_sleeping():
             raise SleepError(ASLEEP)
-        if self._built.structured is not None and prepared.children[0].grammar is not None:
+        if self._built.structured is not None and (grammar := prepared.children[0].grammar) is not None:
+            resolved = self._built.structured.resolved(grammar)
+            prepared = with_grammar(prepared, resolved)
             self._built.structured.mask_state(prepared.children[0]).release()
+            if resolved.unchecked and self._text is not None:
+                self._ended[prepared.request_id] = ended_answers(prepared, resolved, self._text)
         if (adapter := prepared.children[0].adapter) is not None:
             self._core.load_adapter_now(adapter)
         self._outputs.add(prepared, kind)
@@ -207,6 +214,7 @@ class LLMEngine(EngineViews):
         except BaseException:
             self._core.abort(added)
             self._outputs.drop(prepared.request_id)
+            self._ended.pop(prepared.request_id, None)
             raise
 
     def step(self) -> list[RequestOutput | RawPoolingOutput]:
@@ -217,18 +225,36 @@ class LLMEngine(EngineViews):
         outputs, stopped = self._outputs.process(step.outputs)
         if stopped:
             self._core.abort(stopped)
+        if self._ended:
+            self._check_answers(outputs)
         if self._metrics is not None:
             self._metrics.on_step(step)
         self._report_events()
         return outputs
+
+    def _check_answers(self, outputs: Iterable[RequestOutput | RawPoolingOutput]) -> None:
+        """Give answers that violate their schema the finish reason "error", with why as their stop reason."""
+        for output in outputs:
+            ended = self._ended.get(output.request_id)
+            if ended is None or not isinstance(output, RequestOutput):
+                continue
+            for completion, answer in ended.add(output):
+                if error := answer_error(ended.grammar, answer):
+                    completion.finish_reason = "error"
+                    completion.stop_reason = error
+            if output.finished:
+                del self._ended[output.request_id]
 
     def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> list[RequestOutput]:
         """End requests and free their blocks. Return their last outputs (none for pooling); unknown ids are skipped.
 
         `internal` has no effect: a request has one id.
         """
-        outputs, children = self._outputs.abort([request_ids] if isinstance(request_ids, str) else request_ids)
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        outputs, children = self._outputs.abort(ids)
         self._core.abort(children)
+        for request_id in ids:
+            self._ended.pop(request_id, None)
         self._report_events()
         return outputs
 

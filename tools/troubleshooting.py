@@ -107,6 +107,12 @@ REQUESTS: Final[dict[type[PagodaError], Advice]] = {
         "The model is still loading, or the server is ending.",
         "Wait for `GET /ready` to be 200.",
     ),
+    errors.AnswerError: Advice(
+        "500, or an error event in a stream",
+        "A finished answer violates its JSON schema in a keyword that the grammar does not enforce (`uniqueItems` over "
+        "items that are no enumeration).",
+        "Send it again, or list the items in an `enum` ([structured output](../guides/structured-outputs.md)).",
+    ),
     errors.PluginError: Advice(
         "500 with the plugin's name and error",
         "Code that a flag names (a parser, a logits processor) raised an exception.",

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pagoda.common.errors import (
     AbortedError,
+    AnswerError,
     EngineDeadError,
     EngineUnavailableError,
     PagodaError,
@@ -96,7 +97,7 @@ def http_error(error: BaseException) -> HttpError:
             return HttpError(504, str(error))
         case EngineDeadError():
             return HttpError(500, error.client_message)
-        case PluginError():
+        case PluginError() | AnswerError():
             return HttpError(500, str(error))
         case _:
             return HttpError(500, "internal error; see the server's log")

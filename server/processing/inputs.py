@@ -32,6 +32,7 @@ from pagoda.common.engine.structured_output.grammar import (
     refused,
 )
 from pagoda.common.engine.structured_output.guidance import guidance_text
+from pagoda.common.engine.structured_output.schemas import Closing
 from pagoda.common.errors import PromptTooLongError, RequestError
 from pagoda.common.models.family import AnswerFormat
 from pagoda.common.pooling_params import PoolingParams
@@ -880,15 +881,16 @@ def grammar_of(params: StructuredOutputsParams, config: StructuredOutputsConfig,
             params.disable_additional_properties or config.is_on("disable_additional_properties")
         ),
     )
-    if params.json is not None and "disable_additional_properties" not in config.structured_outputs_config:
-        schema = json_schema(params.json)
-        params = replace(params, json=closed(schema) if closes_safely(schema) else schema)
+    closing: Closing = "no" if "disable_additional_properties" in config.structured_outputs_config else "safe"
     if config.engine == "xgrammar":
         from pagoda.common.engine.structured_output.xgrammar import xgrammar_text
 
+        if params.json is not None and closing == "safe":
+            schema = json_schema(params.json)
+            params = replace(params, json=closed(schema) if closes_safely(schema) else schema)
         text = xgrammar_text(params)
     else:
-        text = guidance_text(params, special)
+        text = guidance_text(params, special, closing=closing)
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise refused(f"the grammar has {len(text)} characters; at most {MAX_GRAMMAR_CHARACTERS} are allowed")
     return Grammar(text, config.engine)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
@@ -718,6 +718,10 @@ def _split_tokens(output: EngineOutput) -> Iterator[EngineOutput]:
     yield msgspec.structs.replace(output, new_token_ids=[last], logprobs=logprobs[-1])
 
 
+OutputCheck = Callable[[RequestOutput], Awaitable[None]]
+"""Called with each output before its reader gets it. Raises what the request fails with."""
+
+
 class RequestStream(Generic[OutputT]):
     """One request's outputs on their way to a reader. A reader that falls behind gets them merged into one."""
 
@@ -728,6 +732,11 @@ class RequestStream(Generic[OutputT]):
         self._converted: PromptLogprobs | None = None
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None  # It waits for the next output.
+        self._check: OutputCheck | None = None
+
+    def check_answers(self, check: OutputCheck | None) -> None:
+        """Hold the outputs against a check, if there is one, before they are read."""
+        self._check = check
 
     def put(self, output: OutputT) -> None:
         """Add an output."""
@@ -755,6 +764,8 @@ class RequestStream(Generic[OutputT]):
             await self._reader
         output = self._pending
         self._pending = None
+        if self._check is not None and isinstance(output, RequestOutput):
+            await self._check(output)
         if isinstance(output, RequestOutput) and (self._logprobs is not None or self._converted is not None):
             await self._add_logprobs(output)
         return output

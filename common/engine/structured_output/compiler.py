@@ -21,6 +21,7 @@ from pagoda.common.engine.structured_output.grammar import (
     GrammarEngine,
     GrammarError,
     Library,
+    ResolvedGrammar,
     Vocabulary,
     refused,
 )
@@ -91,15 +92,26 @@ class Structured:
             raise refused(state.error)
         return state
 
+    def resolved(self, grammar: Grammar) -> ResolvedGrammar:
+        """Return a grammar whose schemas its library takes. Raises RequestError."""
+        try:
+            return self._library(grammar.engine).resolved(grammar.text)
+        except GrammarError as error:
+            raise refused(error) from None
+
+    def _library(self, engine: GrammarEngine) -> Library:
+        with self._loading:
+            library = self._libraries.get(engine)
+            if library is None:
+                library = self._libraries[engine] = load_library(engine, self._vocabulary)
+            return library
+
     def compiled(self, grammar: Grammar, owner: str = "") -> CompiledGrammar:
         """Return a compiled grammar, from those kept if possible. `owner`: the key that asks for it.
 
         It is in use until its `leave` is called. Raises GrammarError or RequestError.
         """
-        with self._loading:
-            library = self._libraries.get(grammar.engine)
-            if library is None:
-                library = self._libraries[grammar.engine] = load_library(grammar.engine, self._vocabulary)
+        library = self._library(grammar.engine)
         with self._lock:
             kept = self._kept.get(grammar)
             if kept is not None:

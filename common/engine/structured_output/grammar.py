@@ -70,8 +70,22 @@ class Matcher(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ResolvedGrammar:
+    """A grammar's text as its library takes it."""
+
+    text: str
+    schema: str = ""  # JSON of the answer's schema, if the grammar does not enforce all of it
+    unchecked: tuple[str, ...] = ()  # keywords of the schema that the grammar does not enforce
+    ignored_formats: tuple[str, ...] = ()  # formats of the schema that are unknown, and hence no constraint
+
+
 class Library(Protocol):
     """A grammar library with one vocabulary."""
+
+    def resolved(self, text: str) -> ResolvedGrammar:
+        """Return a grammar whose JSON schemas are ones that the library takes. Raises GrammarError."""
+        ...
 
     def compile(self, text: str) -> Matcher:
         """Return a matcher at the beginning of a grammar. Raises GrammarError."""
@@ -173,11 +187,16 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, ends: Sequence[int]) -> Vocab
 
 # JSON schemas of requests.
 
+SCHEMA_ENTRY: Final = "json_schema"
+"""Key of a schema in a grammar text of llguidance."""
+
 ANY_OBJECT: Final = {"type": "object"}
 
-_NAME_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+NAME_MAPS: Final = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+)
 """Keywords whose values map names to schemas, so that their keys are not keywords."""
-_DATA: Final = ("enum", "const", "default", "examples")
+DATA: Final = frozenset({"enum", "const", "default", "examples"})
 """Keywords whose values are data, not schemas."""
 
 
@@ -236,11 +255,11 @@ def _closes_safely(schema: Any) -> bool:
         return False
     if "properties" in schema and {"allOf", *_COMPOSED} & schema.keys():
         return False
-    return all(_closes_safely_under(key, value) for key, value in schema.items() if key not in _DATA)
+    return all(_closes_safely_under(key, value) for key, value in schema.items() if key not in DATA)
 
 
 def _closes_safely_under(key: str, value: Any) -> bool:
-    names = key in _NAME_MAPS and isinstance(value, Mapping)
+    names = key in NAME_MAPS and isinstance(value, Mapping)
     return all(map(_closes_safely, value.values())) if names else _closes_safely(value)
 
 
@@ -249,13 +268,13 @@ def _closed(schema: Any) -> Any:
         return [_closed(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    result = {key: value if key in _DATA else _closed_under(key, value) for key, value in schema.items()}
+    result = {key: value if key in DATA else _closed_under(key, value) for key, value in schema.items()}
     if "properties" in result and "additionalProperties" not in result:
         result["additionalProperties"] = False
     return result
 
 
 def _closed_under(key: str, value: Any) -> Any:
-    if key in _NAME_MAPS and isinstance(value, Mapping):
+    if key in NAME_MAPS and isinstance(value, Mapping):
         return {name: _closed(item) for name, item in value.items()}
     return _closed(value)

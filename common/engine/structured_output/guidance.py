@@ -13,14 +13,15 @@ from pagoda.common.engine.structured_output.grammar import (
     GrammarError,
     Library,
     Matcher,
+    ResolvedGrammar,
     Vocabulary,
-    closed,
     json_schema,
     json_text,
     not_installed,
     one_line,
     refused,
 )
+from pagoda.common.engine.structured_output.schemas import CLOSED, OPTIONS, Closing, resolved
 from pagoda.common.engine.structured_output.structural_tags import SpecialTokens, TagGrammar, choice_grammar, tag_format
 from pagoda.common.sampling_params import StructuredOutputsParams
 
@@ -86,12 +87,17 @@ class Guidance(Library):
         self._ends = frozenset(vocabulary.ends)
         self._executor = package.LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
 
+    def resolved(self, text: str) -> ResolvedGrammar:
+        return resolved(text, lambda native: self._matcher(native).error)
+
     def compile(self, text: str) -> GuidanceMatcher:
-        inner = self._make(self._tokenizer, text, log_level=0, limits=self._limits)
-        matcher = GuidanceMatcher(inner, self._ends)
+        matcher = self._matcher(self.resolved(text).text)
         if matcher.error is not None:
             raise GrammarError(matcher.error)
         return matcher
+
+    def _matcher(self, text: str) -> GuidanceMatcher:
+        return GuidanceMatcher(self._make(self._tokenizer, text, log_level=0, limits=self._limits), self._ends)
 
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
         inner = [cast(GuidanceMatcher, matcher).inner for matcher in matchers]
@@ -123,10 +129,16 @@ MAX_EBNF_CHARS: Final = 1 << 18
 """What the converter, in Python, reads in a second or two; no timeout applies to it."""
 
 
-def guidance_text(params: StructuredOutputsParams, special: SpecialTokens) -> str:
-    """Return the grammar of an answer. `special`: text of each special token -> its id. Raises RequestError."""
+def guidance_text(params: StructuredOutputsParams, special: SpecialTokens, *, closing: Closing = "no") -> str:
+    """Return the grammar of an answer, whose schemas are to be resolved. Raises RequestError.
+
+    `special`: text of each special token -> its id. `closing`: of the objects of the answer's schema, unless `params`
+    say so for all.
+    """
+    if params.disable_additional_properties:
+        closing = "yes"
     if params.json is not None:
-        return _grammars({"json_schema": _with_options(json_schema(params.json), params)})
+        return _grammars({"json_schema": _with_options(json_schema(params.json), params), CLOSED: closing})
     if params.json_object:
         return _grammars({"json_schema": _with_options(ANY_OBJECT, params)})
     if params.choice:
@@ -138,16 +150,18 @@ def guidance_text(params: StructuredOutputsParams, special: SpecialTokens) -> st
     assert params.structural_tag is not None, "one of them is set"
     grammar = TagGrammar(special, lambda schema: _with_options(json_schema(schema), params), _in_lark)
     main = grammar.text(tag_format(params.structural_tag))
-    others = [{"name": name, "lark_grammar": _lark_of(text)} for name, text in grammar.others.items()]
+    others: list[dict[str, Any]] = [
+        {"name": name, "lark_grammar": _lark_of(text)} for name, text in grammar.others.items()
+    ]
+    others += [
+        {"name": name, "json_schema": schema, CLOSED: "yes" if params.disable_additional_properties else "no"}
+        for name, schema in grammar.schemas.items()
+    ]
     return _grammars({"name": "main", "lark_grammar": main}, *others)
 
 
 def _grammars(*grammars: dict[str, Any]) -> str:
     return json_text({"grammars": grammars})
-
-
-_OPTIONS: Final = "x-guidance"
-"""Key of a schema with llguidance's options."""
 
 
 def _with_options(schema: Mapping[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
@@ -156,11 +170,9 @@ def _with_options(schema: Mapping[str, Any], params: StructuredOutputsParams) ->
         options["whitespace_flexible"] = False
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = params.whitespace_pattern
-    if not options and _OPTIONS not in schema:
+    if not options and OPTIONS not in schema:
         options["whitespace_pattern"] = rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}"
-    if params.disable_additional_properties:
-        schema = closed(schema)
-    return {**schema, _OPTIONS: options} if options else dict(schema)
+    return {**schema, OPTIONS: options} if options else dict(schema)
 
 
 def whole_pattern(pattern: str) -> str:

@@ -166,9 +166,10 @@ class TagGrammar:
         self._regex = regex
         self._lines = [f"TEXT: /{ANY_TEXT}/"]
         self.others: dict[str, str] = {}
+        self.schemas: dict[str, dict[str, Any]] = {}
 
     def text(self, tag: Format) -> str:
-        """Return the grammar of a format, in Lark; it may refer to `others` by name."""
+        """Return the grammar of a format, in Lark; it may refer to `others` and `schemas` by name."""
         start = f"start: {self._of(tag)}"
         return "\n".join([start, *self._lines])
 
@@ -178,7 +179,9 @@ class TagGrammar:
             case "const_string":
                 return self._literal(part["value"])
             case "json_schema":
-                return "%json " + msgspec.json.encode(self._schema(part["json_schema"])).decode()
+                name = f"schema_{len(self.schemas)}"
+                self.schemas[name] = self._schema(part["json_schema"])
+                return f"@{name}"
             case "any_text":
                 return self._text_without(part.get("excludes") or [])
             case "regex":

@@ -15,6 +15,7 @@ from pagoda.common.engine.structured_output.grammar import (
     GrammarError,
     Library,
     Matcher,
+    ResolvedGrammar,
     Vocabulary,
     json_schema,
     json_text,
@@ -72,6 +73,9 @@ class Xgrammar(Library):
         info = xgrammar.TokenizerInfo(tokens, vocab_size=len(vocabulary), stop_token_ids=list(vocabulary.ends))
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=MAX_THREADS, cache_limit_bytes=CACHE_BYTES)
         self._make = xgrammar.GrammarMatcher
+
+    def resolved(self, text: str) -> ResolvedGrammar:
+        return ResolvedGrammar(text)
 
     def compile(self, text: str) -> XgrammarMatcher:
         source = msgspec.json.decode(text, type=Source)

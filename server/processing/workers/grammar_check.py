@@ -1,12 +1,14 @@
-"""Compiles grammars in separate processes before the engine gets them, and caches which passed.
+"""Resolves and compiles grammars in separate processes before the engine gets them, and caches which passed.
 
-A grammar that takes too long or crashes its process is refused; the next one gets a new process. There are two
-processes, of which one key uses one at a time: a flood of one key's grammars does not keep another's waiting.
+The processes also check the answers whose grammars do not enforce all of their schemas. A grammar that takes too long
+or crashes its process is refused; the next one gets a new process. There are two processes, of which one key uses one
+at a time: a flood of one key's grammars does not keep another's waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 import time
@@ -20,13 +22,22 @@ import msgspec
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.engine.structured_output.compiler import Structured
-from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, no_tokenizer, refused, vocabulary_of
+from pagoda.common.engine.structured_output.grammar import (
+    Grammar,
+    ResolvedGrammar,
+    Vocabulary,
+    no_tokenizer,
+    refused,
+    vocabulary_of,
+)
 from pagoda.common.text.tokenizer import Tokenizer
 from pagoda.server.core_client.ipc_messages import EngineInfo
-from pagoda.server.processing.workers.grammar_worker import Words
+from pagoda.server.processing.workers.grammar_worker import GrammarJob, GrammarReply, Words
 from pagoda.server.processing.workers.waiting_lines import FairLine
 from pagoda.server.processing.workers.worker import ChildWorker, WorkerEndedError, WorkerTimeoutError
 from pagoda.server.settings.tokenizer import open_tokenizer
+
+logger = logging.getLogger(__name__)
 
 WORKER: Final = (sys.executable, "-P", "-m", "pagoda.server.processing.workers.grammar_worker")
 SECONDS: Final = 5.0
@@ -36,6 +47,8 @@ ELAPSED_SECONDS: Final = 60.0
 PROCESSES: Final = 2
 """The second starts when a key's grammar comes while another key's is compiled."""
 MAX_PASSED: Final = 4096
+MAX_PASSED_CHARACTERS: Final = 64 << 20
+"""Of the resolved texts of grammars that passed."""
 MAX_WAITING: Final = 64
 """Maximum number of grammars in line; requests with further ones get HTTP 429."""
 
@@ -59,64 +72,80 @@ class GrammarCheck:
             ChildWorker(program, seconds, elapsed, words, name="grammar check", clock=clock) for _ in range(PROCESSES)
         ]
         self._idle = self._workers[::-1]  # The last worker is used first.
-        self._passed: OrderedDict[bytes, None] = OrderedDict()
+        self._passed: OrderedDict[bytes, ResolvedGrammar] = OrderedDict()
+        self._passed_characters = 0
         self._line = FairLine(MAX_WAITING, "new grammars", places=PROCESSES)
-        self._results: dict[bytes, asyncio.Future[str | None]] = {}  # Digest -> result, of grammars in line.
+        self._results: dict[bytes, asyncio.Future[GrammarReply | None]] = {}  # Digest -> reply, of grammars in line.
 
-    async def check(self, grammar: Grammar, owner: str = "", most_of_owner: int = MAX_WAITING) -> None:
-        """Raise RequestError if the grammar does not compile, QueueFullError if too many are in line.
+    async def check(self, grammar: Grammar, owner: str = "", most_of_owner: int = MAX_WAITING) -> ResolvedGrammar:
+        """Return a grammar that compiles, resolved.
 
-        `owner`: of the request, which may have `most_of_owner` grammars in line. Requests with a grammar that
-        is in line already wait for its result, in no line.
+        Raises RequestError if it does not compile, QueueFullError if too many are in line. `owner`: of the request,
+        which may have `most_of_owner` grammars in line. Requests with a grammar that is in line already wait for its
+        result, in no line.
         """
         name = sha256(f"{grammar.engine} {grammar.text}".encode("utf-8", "surrogatepass")).digest()
         while (result := self._results.get(name)) is not None:
             await asyncio.wait({result})
-            if (error := result.result()) is not None:  # None: the request that compiled it was cancelled.
+            if (reply := result.result()) is not None:  # None: the request that compiled it was cancelled.
                 break
         else:
-            error = await self._check_new(name, grammar, owner, most_of_owner)
-        if error:
-            raise refused(error)
+            reply = await self._check_new(name, grammar, owner, most_of_owner)
+        if reply.resolved is None:
+            raise refused(reply.error)
+        return reply.resolved
 
-    async def _check_new(self, name: bytes, grammar: Grammar, owner: str, most_of_owner: int) -> str:
-        """Return the error of a grammar, empty if there is none."""
+    async def _check_new(self, name: bytes, grammar: Grammar, owner: str, most_of_owner: int) -> GrammarReply:
         if name in self._passed:
             self._passed.move_to_end(name)
-            return ""
+            return GrammarReply(resolved=self._passed[name])
         self._results[name] = asyncio.get_running_loop().create_future()
         try:
             await self._line.enter(owner, most_of_owner)
         except BaseException:
             self._end(name, None)
             raise
-        return await asyncio.shield(self._compile(name, grammar, owner))
+        return await asyncio.shield(self._run(GrammarJob(grammar), owner, name))
 
-    def _compile(self, name: bytes, grammar: Grammar, owner: str) -> asyncio.Future[str]:
-        """Have a process compile a grammar; the owner's turn lasts until then, even if its request was cancelled."""
+    async def answer_error(self, grammar: ResolvedGrammar, answer: str, owner: str = "") -> str:
+        """Return why a finished answer violates the schema of its grammar, empty if it does not."""
+        await self._line.enter(owner, None)
+        reply = await asyncio.shield(self._run(GrammarJob(checked=grammar, answer=answer), owner))
+        return reply.error
+
+    def _run(self, job: GrammarJob, owner: str, name: bytes | None = None) -> asyncio.Future[GrammarReply]:
+        """Have a process do a job; the owner's turn lasts until then, even if its request was cancelled.
+
+        `name`: of the grammar that others may wait for.
+        """
         worker = self._idle.pop()
 
-        def done(result: asyncio.Future[str]) -> None:
+        def done(result: asyncio.Future[GrammarReply]) -> None:
             self._idle.append(worker)
-            self._end(name, None if result.cancelled() or result.exception() else result.result())
+            if name is not None:
+                self._end(name, None if result.cancelled() or result.exception() else result.result())
             self._line.leave(owner)
 
         try:
-            result = asyncio.get_running_loop().run_in_executor(self._threads, self._try, worker, grammar)
+            result = asyncio.get_running_loop().run_in_executor(self._threads, self._try, worker, job)
         except RuntimeError:  # The worker was closed.
-            self._end(name, None)
+            if name is not None:
+                self._end(name, None)
             self._line.leave(owner)
             raise
         result.add_done_callback(done)
         return result
 
-    def _end(self, name: bytes, error: str | None) -> None:
-        """Tell all who wait for a grammar. `error`: "" if it has none; None: it was not compiled."""
-        self._results.pop(name).set_result(error)
-        if error == "":
-            self._passed[name] = None
-            if len(self._passed) > MAX_PASSED:
-                self._passed.popitem(last=False)
+    def _end(self, name: bytes, reply: GrammarReply | None) -> None:
+        """Tell all who wait for a grammar. None: it was not compiled."""
+        self._results.pop(name).set_result(reply)
+        if reply is not None and reply.resolved is not None:
+            if formats := reply.resolved.ignored_formats:
+                logger.info("formats of a JSON schema that are unknown and constrain nothing: %s", _shown(formats))
+            self._passed[name] = reply.resolved
+            self._passed_characters += len(reply.resolved.text)
+            while len(self._passed) > MAX_PASSED or self._passed_characters > MAX_PASSED_CHARACTERS:
+                self._passed_characters -= len(self._passed.popitem(last=False)[1].text)
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -124,20 +153,31 @@ class GrammarCheck:
         for worker in self._workers:
             worker.close()
 
-    def _try(self, worker: ChildWorker, grammar: Grammar) -> str:
-        """Return the error of a grammar, empty if there is none. Runs in a thread."""
+    def _try(self, worker: ChildWorker, job: GrammarJob) -> GrammarReply:
+        """Return the result of a job. Runs in a thread."""
         try:
-            data = msgspec.msgpack.encode(grammar)
+            data = msgspec.msgpack.encode(job)
         except ValueError:  # The text has half of a surrogate pair.
-            return "the grammar has invalid characters (lone surrogates)"
+            return GrammarReply("the grammar has invalid characters (lone surrogates)")
         try:
-            return worker.call(data).decode("utf-8", "replace")
-        except WorkerTimeoutError:
+            return msgspec.msgpack.decode(worker.call(data), type=GrammarReply)
+        except (WorkerTimeoutError, WorkerEndedError) as error:
+            return GrammarReply(self._too_much(error, job))
+
+    def _too_much(self, error: WorkerTimeoutError | WorkerEndedError, job: GrammarJob) -> str:
+        """Return why a process ended before its job did."""
+        if job.grammar is None:
+            return "the answer takes too long to check against its JSON schema"
+        if isinstance(error, WorkerTimeoutError):
             return f"not compiled within {self._elapsed:g} s; make it simpler, or try again on a less busy server"
-        except WorkerEndedError as error:
-            if error.out_of_time:
-                return f"the grammar takes more than {self._seconds:g} s to compile; make it simpler"
-            return "the grammar is too large or nested too deeply to compile; make it simpler"
+        if error.out_of_time:
+            return f"the grammar takes more than {self._seconds:g} s to compile; make it simpler"
+        return "the grammar is too large or nested too deeply to compile; make it simpler"
+
+
+def _shown(words: Sequence[str]) -> str:
+    """Return words of a request as part of a log line."""
+    return repr(list(words))[1:-1][:200]
 
 
 class _Once:

@@ -2,8 +2,9 @@
 
     python -P -m pagoda.server.processing.workers.grammar_worker        (started by grammar_check, never by hand)
 
-The first frame has the vocabulary, each further one a grammar. The reply is the grammar's error, or empty. Grammars
-compile on a smaller stack than the engine's: what passes here does not overflow there.
+The first frame has the vocabulary, each further one a `GrammarJob`: a grammar to resolve and compile, or a finished
+answer to hold against its schema. The reply is a `GrammarReply`. Grammars compile on a smaller stack than the engine's:
+what passes here does not overflow there.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from pagoda.common.engine.structured_output.grammar import (
     GrammarError,
     Library,
     Matcher,
+    ResolvedGrammar,
     Vocabulary,
 )
+from pagoda.common.engine.structured_output.schemas import answer_error
 from pagoda.server.processing.workers.worker import Handler, serve
 
 STACK_BYTES: Final = 2 << 20
@@ -42,6 +45,21 @@ class Words(msgspec.Struct, frozen=True):
     tokens: tuple[bytes, ...]
     special: frozenset[int]
     ends: tuple[int, ...]
+
+
+class GrammarJob(msgspec.Struct, frozen=True):
+    """What the process is to do: compile a grammar, or check an answer."""
+
+    grammar: Grammar | None = None
+    checked: ResolvedGrammar | None = None
+    answer: str = ""
+
+
+class GrammarReply(msgspec.Struct, frozen=True):
+    """The result. `error`: empty if there is none."""
+
+    error: str = ""
+    resolved: ResolvedGrammar | None = None
 
 
 def longest_first(words: Words) -> Callable[[str], list[int]]:
@@ -68,34 +86,45 @@ def handler(setup: bytes) -> Handler:
     words = msgspec.msgpack.decode(setup, type=Words)
     vocabulary = Vocabulary(words.tokens, words.special, words.ends, longest_first(words))
     libraries: dict[GrammarEngine, Library] = {}
-    return lambda data: _checked(msgspec.msgpack.decode(data, type=Grammar), vocabulary, libraries).encode()
+    return lambda data: msgspec.msgpack.encode(
+        _done(msgspec.msgpack.decode(data, type=GrammarJob), vocabulary, libraries)
+    )
 
 
-def _checked(grammar: Grammar, vocabulary: Vocabulary, libraries: dict[GrammarEngine, Library]) -> str:
-    """Return the error of a grammar, empty if there is none. Whatever the compiler raises is one."""
-    error = "the grammar cannot be compiled"
+def _done(job: GrammarJob, vocabulary: Vocabulary, libraries: dict[GrammarEngine, Library]) -> GrammarReply:
+    """Return the result of a job. Whatever a compiler raises is the grammar's error."""
+    reply = GrammarReply("the grammar cannot be compiled")
 
-    def check() -> None:
-        nonlocal error
+    def carry_out() -> None:
+        nonlocal reply
         try:
-            if grammar.engine not in libraries:
-                libraries[grammar.engine] = load_library(grammar.engine, vocabulary)
-            library = libraries[grammar.engine]
-            matcher = library.compile(grammar.text)
-            bits = _next_mask(library, matcher, len(vocabulary))
-            if not bits.any():
-                raise GrammarError("no token sequence matches the grammar")
-            _enter(library, matcher, bits, vocabulary)
+            if job.grammar is None:
+                assert job.checked is not None, "it is one of the two"
+                reply = GrammarReply(answer_error(job.checked, job.answer))
+            else:
+                reply = GrammarReply(resolved=_compiled(job.grammar, vocabulary, libraries))
         except GrammarError as raised:
-            error = str(raised) or error
-        else:
-            error = ""
+            reply = GrammarReply(str(raised) or reply.error)
 
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=check)
+    thread = threading.Thread(target=carry_out)
     thread.start()
     thread.join()
-    return error
+    return reply
+
+
+def _compiled(grammar: Grammar, vocabulary: Vocabulary, libraries: dict[GrammarEngine, Library]) -> ResolvedGrammar:
+    """Resolve and compile a grammar, and follow it for some tokens. Raises GrammarError."""
+    if grammar.engine not in libraries:
+        libraries[grammar.engine] = load_library(grammar.engine, vocabulary)
+    library = libraries[grammar.engine]
+    resolved = library.resolved(grammar.text)
+    matcher = library.compile(resolved.text)
+    bits = _next_mask(library, matcher, len(vocabulary))
+    if not bits.any():
+        raise GrammarError("no token sequence matches the grammar")
+    _enter(library, matcher, bits, vocabulary)
+    return resolved
 
 
 def _next_mask(library: Library, matcher: Matcher, vocab: int) -> Bits:

@@ -130,17 +130,14 @@ class FairLine:
         finally:
             self.leave(owner)
 
-    async def enter(self, owner: str, most_of_owner: int) -> None:
+    async def enter(self, owner: str, most_of_owner: int | None) -> None:
         """Wait for the turn of an owner's request, which lasts until `leave`.
 
-        Raise OverLimitError if the line, or the part of it that the owner may use, is full.
+        Raise OverLimitError if the line, or the part of it that the owner may use, is full. None: it is never full,
+        for what a running request still needs.
         """
-        if len(self) >= self._max_waiting:
-            raise OverLimitError(GRAMMAR_CHECKS, f"the server has too many {self._what} in line; try again later")
-        if self._counts.get(owner, 0) >= most_of_owner:
-            raise OverLimitError(
-                KEY_SHARE, f"this API key has too many {self._what} in line (--max-key-share); try again later"
-            )
+        if most_of_owner is not None:
+            self._check_room(owner, most_of_owner)
         self._counts[owner] = self._counts.get(owner, 0) + 1
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lines.setdefault(owner, deque()).append(waiter)
@@ -153,6 +150,14 @@ class FairLine:
             else:
                 self._uncount(owner)
             raise
+
+    def _check_room(self, owner: str, most_of_owner: int) -> None:
+        if len(self) >= self._max_waiting:
+            raise OverLimitError(GRAMMAR_CHECKS, f"the server has too many {self._what} in line; try again later")
+        if self._counts.get(owner, 0) >= most_of_owner:
+            raise OverLimitError(
+                KEY_SHARE, f"this API key has too many {self._what} in line (--max-key-share); try again later"
+            )
 
     def leave(self, owner: str) -> None:
         """End an owner's turn."""

@@ -14,7 +14,7 @@ from support.checkpoints.byte_text import EOS, byte_tokenizer
 from support.suite.rows import each_row
 from support.suite.watching import Children, until
 
-from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, vocabulary_of
+from pagoda.common.engine.structured_output.grammar import Grammar, ResolvedGrammar, Vocabulary, vocabulary_of
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.common.errors import QueueFullError, RequestError
 from pagoda.common.sampling_params import StructuredOutputsParams
@@ -88,8 +88,8 @@ def test_what_compiles_passes(check, asked):
     [
         (text(regex="(a"), "unclosed group"),
         (text(regex=r"(a)\1"), "backreferences are not supported"),
-        (text(json={"type": "banana"}), "Invalid type: banana"),
-        (text(json={"if": {}, "type": "object"}), "Unimplemented keys"),
+        (text(json={"type": "banana"}), "type 'banana' is unknown"),
+        (text(json={"type": "object", "required": ["a"], "maxProperties": 0, "if": {}}), "no value matches"),
         (text(json={"$defs": {"d": {"$ref": "#/$defs/d"}}, "$ref": "#/$defs/d"}), "no text fits"),
         (Grammar(f'{{"grammars":[{{"json_schema":{nested(500)}}}]}}'), "recursion limit"),
         (Grammar("start: " + "(" * 9000 + '"a"' + ")" * 9000), "too deeply nested"),
@@ -128,6 +128,9 @@ def test_what_takes_too_long_is_refused() -> None:
 
 SCRIPT = """
 import itertools, os, sys
+import msgspec
+from pagoda.common.engine.structured_output.grammar import ResolvedGrammar
+from pagoda.server.processing.workers.grammar_worker import GrammarReply
 from pagoda.server.processing.workers.worker import read_frame, write_frame
 gate, *answers = sys.argv[1:]
 read_frame(sys.stdin.buffer)
@@ -137,7 +140,8 @@ with open(gate, "rb", buffering=0) as opened, open(gate + ".asked", "a", bufferi
         hangs = b"hang" in read_frame(sys.stdin.buffer)
         print(file=asked)
         opened.read(1) if not hangs else open(gate + ".hanging", "rb", buffering=0).read(1)
-        write_frame(sys.stdout.buffer, answer.encode())
+        reply = GrammarReply(answer) if answer else GrammarReply(resolved=ResolvedGrammar("text"))
+        write_frame(sys.stdout.buffer, msgspec.msgpack.encode(reply))
 """
 
 
@@ -275,6 +279,10 @@ async def test_the_line_is_bounded_for_all_keys_together(scripted):
         await asyncio.sleep(0)
         with pytest.raises(QueueFullError, match="too many new grammars in line; try again later"):
             await check.check(Grammar("b"), "b")
+        answer = asyncio.create_task(check.answer_error(ResolvedGrammar("", "true"), "1", "b"))
+        await asyncio.sleep(0)
+        assert not answer.done(), "a finished answer is checked, however long the line is"
+        many.append(answer)
         for task in many:
             task.cancel()
         await asyncio.gather(*many, return_exceptions=True)

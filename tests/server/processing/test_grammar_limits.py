@@ -9,18 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.checkpoints.byte_text import EOS, byte_tokenizer
 from support.servers.live_server import LiveServer, live_server
 from support.suite.rows import each_row
 
-from pagoda.common.engine.structured_output.grammar import Grammar, Vocabulary, vocabulary_of
+from pagoda.common.engine.structured_output.grammar import Grammar, ResolvedGrammar, Vocabulary, vocabulary_of
 from pagoda.common.engine.structured_output.guidance import guidance_text
 from pagoda.common.errors import RequestError
 from pagoda.common.sampling_params import StructuredOutputsParams
 from pagoda.server.processing.workers import grammar_check
 from pagoda.server.processing.workers.grammar_check import GrammarCheck
-from pagoda.server.processing.workers.grammar_worker import MEMORY_BYTES
+from pagoda.server.processing.workers.grammar_worker import MEMORY_BYTES, GrammarReply
 
 
 def vocabulary() -> Vocabulary:
@@ -78,13 +79,17 @@ def test_a_grammar_beyond_the_memory_is_refused_and_the_next_passes(tmp_path: Pa
 
 
 def test_the_cache_of_passed_grammars_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = program_of(tmp_path, "serve(lambda setup: lambda data: b'', 1 << 30)\n")
+    passing = GrammarReply(resolved=ResolvedGrammar("ab"))
+    program = program_of(tmp_path, f"serve(lambda setup: lambda data: {msgspec.msgpack.encode(passing)!r}, 1 << 30)\n")
     monkeypatch.setattr(grammar_check, "MAX_PASSED", 3)
     check = GrammarCheck(vocabulary, program)
     try:
         for number in range(8):
             assert why(check, Grammar(f"g{number}")) == ""
             assert len(check._passed) <= 3
+        monkeypatch.setattr(grammar_check, "MAX_PASSED_CHARACTERS", 4)
+        assert why(check, Grammar("another")) == ""
+        assert len(check._passed) == 2, "of two characters each"
     finally:
         check.close()
 

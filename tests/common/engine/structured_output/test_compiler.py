@@ -307,7 +307,7 @@ def test_grammar_texts_need_no_library():
     """JSON schemas and choices are converted without importing the library."""
     params = StructuredOutputsParams(json={"type": "integer"})
     schema = '{"type":"integer","x-guidance":{"whitespace_pattern":"[ \\\\n\\\\r\\\\t]{1,64}"}}'
-    assert guidance_text(params, SPECIAL) == f'{{"grammars":[{{"json_schema":{schema}}}]}}'
+    assert guidance_text(params, SPECIAL) == f'{{"grammars":[{{"json_schema":{schema},"close_objects":"no"}}]}}'
 
 
 def test_blank_lines_of_ebnf_are_dropped_before_conversion(monkeypatch):

@@ -18,6 +18,7 @@ from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.sampling_params import SamplingParams, StructuredOutputsParams
 from pagoda.server.http.body import parse
 from pagoda.server.http.fields import StructuredFields
+from pagoda.server.outputs import CompletionOutput
 from pagoda.server.parsers import answer_formats
 from pagoda.server.parsers.registry import reasoning_format
 from pagoda.server.processing import inputs
@@ -105,6 +106,41 @@ def test_every_field_that_sets_a_constraint(server, fields, text):
     if not text.startswith("b"):  # else it depends on the prompt
         assert "".join(answer["choices"][0]["message"]["content"].split()) == "".join(text.split())
         assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def pair(second: int) -> dict[str, Any]:
+    """A schema of [1, second], whose items are no enumerations."""
+    items = [{"type": "integer", "minimum": number, "maximum": number} for number in (1, second)]
+    return {"type": "array", "prefixItems": items, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+
+
+@each_row("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_that_violates_what_only_a_check_shows_is_an_error(server, path):
+    """Items that are to differ and are no enumeration: streamed, the answer ends with an error event."""
+    given = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    body = given | {"max_tokens": 200, "n": 2, "structured_outputs": {"json": pair(2)}}
+    status, answer = server.post(path, body)
+    assert (status, [choice["finish_reason"] for choice in answer["choices"]]) == (200, ["stop", "stop"])
+    body["structured_outputs"] = {"json": pair(1)}
+    status, answer = server.post(path, body)
+    assert (status, answer["error"]["message"]) == (500, "the answer violates the JSON schema (uniqueItems)")
+    status, answer = server.post(path, body | {"max_tokens": 2})
+    assert (status, answer["choices"][0]["finish_reason"]) == (200, "length"), "a part of an answer is not checked"
+    status, events = server.post(path, body | {"stream": True})
+    assert status == 200
+    last = [line for line in events.decode().splitlines() if line.startswith("data: {")][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == answer_message(server, path, body)
+
+
+def answer_message(server: LiveServer, path: str, body: dict[str, Any]) -> str:
+    return server.post(path, body)[1]["error"]["message"]
+
+
+def test_offline_the_answer_ends_with_an_error():
+    for second, ends in ((2, ("stop", None)), (1, ("error", "the answer violates the JSON schema (uniqueItems)"))):
+        constraint = StructuredOutputsParams(json=pair(second))
+        output = output_of(SamplingParams(max_tokens=200, structured_outputs=constraint))
+        assert (output.finish_reason, output.stop_reason) == ends
 
 
 def test_whitespace_options(server):
@@ -315,8 +351,9 @@ def test_settings_of_the_server(monkeypatch):
     bare = {"disable_any_whitespace": True}
     assert text_of(LLM_TEXT, {}) != '{"a":1}'
     assert text_of(LLM_TEXT, bare) == '{"a":1}'
-    assert "additionalProperties" not in grammar_text({"disable_additional_properties": False})
-    assert '"additionalProperties":false' in grammar_text({})
+    assert '"close_objects":"no"' in grammar_text({"disable_additional_properties": False})
+    assert '"close_objects":"yes"' in grammar_text({"disable_additional_properties": True})
+    assert '"close_objects":"safe"' in grammar_text({})
     assert text_of(LLM_TEXT, {"disable_any_whitespace": True, "disable_additional_properties": True}) == '{"a":1}'
     forms = OutputConstraints(StructuredOutputsConfig(structured_outputs_config={"enable_in_reasoning": True}), None)
     assert forms.thinking(SamplingParams(), "a", []) is None
@@ -347,16 +384,19 @@ def grammar_text(settings: dict[str, Any]) -> str:
 
 
 def text_of(params: SamplingParams, settings: dict[str, Any]) -> str:
+    return output_of(params, settings).text
+
+
+def output_of(params: SamplingParams, settings: dict[str, Any] | None = None) -> CompletionOutput:
     from support.checkpoints.byte_text import byte_tokenizer
     from support.engines.fake_engine import build
 
     from pagoda.server.llm_engine import LLMEngine
 
-    config = EngineArgs("fake", structured_outputs_config=settings).create_engine_config()
+    config = EngineArgs("fake", structured_outputs_config=settings or {}).create_engine_config()
     engine = LLMEngine(config, build=build, open_text=lambda _: byte_tokenizer())
     engine.add_request("r", "a", params)
-    text = ""
     while engine.has_unfinished_requests():
         for output in engine.step():
-            text = output.outputs[0].text
-    return text
+            last = output.outputs[0]
+    return last

@@ -1,0 +1,69 @@
+"""Answers whose grammar does not enforce all of their JSON schema: they are held against it once they have ended."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.structured_output.grammar import Grammar, ResolvedGrammar, Thinking
+from pagoda.common.sampling_params import SamplingParams
+from pagoda.common.text.tokenizer import Tokenizer
+from pagoda.server.outputs import CompletionOutput, RequestOutput
+from pagoda.server.processing.inputs import PreparedRequest
+
+
+def with_grammar(prepared: PreparedRequest, resolved: ResolvedGrammar) -> PreparedRequest:
+    """Return a request whose sequences have a resolved grammar."""
+    return replace(prepared, children=[_child(child, resolved) for child in prepared.children])
+
+
+def _child(child: EngineRequest, resolved: ResolvedGrammar) -> EngineRequest:
+    assert child.grammar is not None, "it was resolved"
+    return replace(child, grammar=Grammar(resolved.text, child.grammar.engine))
+
+
+def ended_answers(prepared: PreparedRequest, grammar: ResolvedGrammar, tokenizer: Tokenizer) -> EndedAnswers:
+    """Return what collects the answers of a request."""
+    params = prepared.params
+    yields_deltas = isinstance(params, SamplingParams) and params.yields_deltas
+    thinking = prepared.children[0].thinking
+    return EndedAnswers(grammar, tokenizer, thinking=thinking, yields_deltas=yields_deltas)
+
+
+class EndedAnswers:
+    """Collects the tokens of a request's sequences, and returns the answers of those that ended by themselves."""
+
+    def __init__(
+        self, grammar: ResolvedGrammar, tokenizer: Tokenizer, *, thinking: Thinking | None, yields_deltas: bool
+    ) -> None:
+        self.grammar = grammar
+        self._tokenizer = tokenizer
+        self._thinking = thinking
+        self._yields_deltas = yields_deltas
+        self._tokens: defaultdict[int, list[int]] = defaultdict(list)
+
+    def add(self, output: RequestOutput) -> Iterator[tuple[CompletionOutput, str]]:
+        """Yield each completion that ends with this output and neither at a limit nor at a stop string, and its text
+        without the reasoning."""
+        for completion in output.outputs:
+            if not self._yields_deltas:
+                self._tokens.pop(completion.index, None)
+            tokens = self._tokens[completion.index]
+            tokens += completion.token_ids
+            if completion.finish_reason == "stop" and completion.stop_reason is None:
+                answer = tokens if self._thinking is None else _after_reasoning(tokens, self._thinking)
+                yield completion, self._tokenizer.decode(answer)
+
+
+def _after_reasoning(tokens: list[int], thinking: Thinking) -> list[int]:
+    """Return the tokens that the grammar constrained."""
+    starts = thinking.open or any(tuple(tokens[: len(start)]) == start for start in thinking.starts)
+    if not starts or thinking.in_grammar:
+        return tokens
+    for index in range(len(tokens)):
+        for end in thinking.ends:
+            if tuple(tokens[index : index + len(end)]) == end:
+                return tokens[index + len(end) :]
+    return tokens
