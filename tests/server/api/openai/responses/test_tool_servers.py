@@ -23,7 +23,8 @@ from pagoda.server.api.openai.responses import tool_servers
 from pagoda.server.api.openai.responses.tool_servers import ToolServer, allowed_servers, resolve_url
 from pagoda.server.api.openai.responses.tools import ListedTool, McpTool
 
-pytest.importorskip("mcp")
+pytestmark = pytest.mark.program("mcp")
+
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }};{% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
