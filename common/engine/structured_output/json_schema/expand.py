@@ -379,7 +379,7 @@ class Expander:
 
 def _without_annotations(shape: Shape) -> Shape:
     if isinstance(shape, Array):
-        return replace(shape, seen=0, seen_all=False)
+        return replace(shape, seen=0, seen_contains=(), seen_all=False)
     if isinstance(shape, Object):
         return replace(shape, seen=frozenset(), seen_patterns=frozenset(), seen_all=False)
     return shape
@@ -388,7 +388,7 @@ def _without_annotations(shape: Shape) -> Shape:
 def _annotations(shape: Shape) -> Hashable:
     """Return which items or properties the keywords of a schema evaluate."""
     if isinstance(shape, Array):
-        return (shape.seen, shape.seen_all)
+        return (shape.seen, shape.seen_contains, shape.seen_all)
     if isinstance(shape, Object):
         return (shape.seen, shape.seen_patterns, shape.seen_all)
     return None
@@ -396,9 +396,9 @@ def _annotations(shape: Shape) -> Hashable:
 
 def _with_rest(shape: Array, node: Node) -> Array | None:
     """Return the arrays whose items that no keyword of the schema evaluates match a node."""
-    if not shape.contains:
+    if not shape.seen_contains:
         return both_arrays(shape, Array(prefix=(ANY,) * shape.seen, items=node))
-    rest = UnevaluatedItems(shape.seen, tuple(contains.node for contains in shape.contains), node)
+    rest = UnevaluatedItems(shape.seen, shape.seen_contains, node)
     return replace(shape, unevaluated=(*shape.unevaluated, rest))
 
 

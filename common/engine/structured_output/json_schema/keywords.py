@@ -188,6 +188,7 @@ def _arrays(document: Document, literal: Literal, schema: Mapping[str, Any]) -> 
         contains=contains,
         unique=unique,
         seen=len(prefix),
+        seen_contains=tuple(counted.node for counted in contains),
         seen_all=rest is not None,
     )
 

@@ -114,6 +114,7 @@ class Array:
     unevaluated: tuple[UnevaluatedItems, ...] = ()
     unique: bool = False
     seen: int = 0  # items that keywords of this schema evaluate
+    seen_contains: tuple[Node, ...] = ()  # items that match one of these are evaluated, too
     seen_all: bool = False
 
     def item(self, index: int) -> Node:
@@ -269,5 +270,6 @@ def both_arrays(first: Array, second: Array) -> Array | None:
         unevaluated=tuple(dict.fromkeys((*first.unevaluated, *second.unevaluated))),
         unique=first.unique or second.unique,
         seen=max(first.seen, second.seen),
+        seen_contains=tuple(dict.fromkeys((*first.seen_contains, *second.seen_contains))),
         seen_all=first.seen_all or second.seen_all,
     )

@@ -88,6 +88,12 @@ def test_types_of_pydantic(settings: schema_suite.Settings, closing: Closing) ->
     assert by_check == [set[str], frozenset[int], list[set[float]]]
 
 
+UNEVALUATED = {
+    "type": "array",
+    "not": {"contains": {"const": 1}, "minContains": 2},
+    "unevaluatedItems": {"type": "integer", "minimum": 2},
+}
+"""What is negated evaluates no items."""
 IMPOSSIBLE = {
     "anyOf": [
         {"type": "string", "pattern": "^a$", "maxLength": 0},
@@ -125,6 +131,7 @@ LINKED = {
         (SWITCHES, ["[true,false]", "[true]"], ["[true,true]", "[true,false,true]"]),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.1", "0.5"], ["0", "0.0", "0.6"]),
         ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.1"], ["0", "-0", "-1"]),
+        (UNEVALUATED, ["[]", "[2]"], ["[1]", "[null]", "[1,1]"]),
         (IMPOSSIBLE, ["1"], ['"a"', '""', "3", "2"]),
         ({"contains": {"type": "null"}, "maxContains": 1, "minItems": 2}, ["[1,null]"], ["[null]", "[null,null]"]),
         ({"contains": {"const": 1}, "minContains": 2, "maxItems": 3}, ["[1,1]", "[1,0,1]"], ["[1]", "[1,1,1,1]"]),
