@@ -74,7 +74,7 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 class OutputSource(Protocol):
     """Produces the outputs of one HTTP request: a Generation or a beam search."""
 
-    request_id: str
+    id: str
     ignored: tuple[Ignored, ...]
 
     def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -358,7 +358,7 @@ async def respond(
         note_ignored(request, source.ignored)
     headers = dict(headers or {})
     if config.enable_request_id_headers:
-        headers |= id_header(source.request_id)
+        headers |= id_header(source.id)
     if not stream:
         content = await cancel_on_disconnect(request.receive, state.stopping, _whole(source, builder))
         headers |= load_report(request.headers.get(LOAD_FORMAT_HEADER), state.engine.stats)
@@ -435,7 +435,7 @@ async def _events(
         if not started:
             raise
         if log_errors or not isinstance(error, PagodaError):
-            logger.exception("request %s failed", source.request_id)
+            logger.exception("request %s failed", source.id)
         yield style.failure(error)
 
 

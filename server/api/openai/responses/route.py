@@ -418,7 +418,7 @@ class _BackgroundRun:
             if not generation.accepted.is_set():
                 raise
             if not isinstance(error, PagodaError):
-                logger.exception("request %s failed", generation.request_id)
+                logger.exception("request %s failed", generation.id)
             self.add_events(self._builder.fail(error))
 
     def add_events(self, events: Iterable[dict[str, Any]]) -> None:

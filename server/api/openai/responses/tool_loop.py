@@ -34,7 +34,7 @@ class ToolLoop:
 
     def __init__(
         self,
-        request_id: str,
+        id: str,
         builder: ResponsesBuilder,
         sessions: ToolSessions,
         next_round: NextRound,
@@ -46,7 +46,7 @@ class ToolLoop:
         max_calls: int | None,
         seconds: float,
     ) -> None:
-        self.request_id = request_id
+        self.id = id
         self.accepted = asyncio.Event() if first is None else first.accepted
         self._builder = builder
         self._sessions = sessions
@@ -123,4 +123,4 @@ class ToolLoop:
         return generation
 
     def _nothing(self) -> RequestOutput:
-        return RequestOutput(self.request_id, None, None)
+        return RequestOutput(self.id, None, None)
