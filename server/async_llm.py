@@ -7,15 +7,17 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, Unpack, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack, overload
 
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.nested.profiler import FLAG as PROFILER_FLAG
 from pagoda.common.config.groups.nested.profiler import PROFILER_OFF, check_profile
 from pagoda.common.engine.core import PAUSE_MODES
 from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
-from pagoda.common.engine.messages import OVERLOAD, EngineRequest, EngineStats, RequestEvents, StepOutputs
+from pagoda.common.engine.messages import OVERLOAD, EngineRequest, EngineStats, StepOutputs
 from pagoda.common.errors import (
+    AnswerError,
     ConfigError,
     EngineDeadError,
     EngineUnavailableError,
@@ -60,12 +62,12 @@ from pagoda.server.core_client.ipc_messages import (
     Suspend,
     TakeSnapshot,
 )
-from pagoda.server.llm_engine import check_stat_loggers, log_engine_stats, open_tracer
+from pagoda.server.llm_engine import MetricsRecorder, check_stat_loggers, log_engine_stats, open_tracer
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput, with_tensor
 from pagoda.server.parsers.parser import ReasoningFormat
 from pagoda.server.parsers.registry import check_format_is_named
 from pagoda.server.processing.adapters import NO_PINS, AdapterRegistry
-from pagoda.server.processing.async_inputs import AsyncInputs
+from pagoda.server.processing.answer_check import ended_answers, with_grammar
 from pagoda.server.processing.inputs import (
     ALONE,
     InputProcessor,
@@ -80,8 +82,8 @@ from pagoda.server.processing.inputs import (
     text_options,
     with_text,
 )
-from pagoda.server.processing.output_processor import AsyncRequests, RequestStream, clear_events
-from pagoda.server.processing.workers.grammar_check import check_of
+from pagoda.server.processing.output_processor import AsyncRequests, OutputCheck, RequestStream, clear_events
+from pagoda.server.processing.workers.grammar_check import MAX_WAITING, GrammarCheck, check_of
 from pagoda.server.processing.workers.waiting_lines import TextThreads
 from pagoda.server.processing.workers.worker import TemplateRenderer
 from pagoda.server.settings.flags import EngineArgs
@@ -94,32 +96,11 @@ from pagoda.server.vllm.script_helpers import UsageContext
 if TYPE_CHECKING:
     from pagoda.common.observe.tracing import Tracer
 
+LONG_TEXT: Final = 16_384
+"""Characters or token ids from which a prompt is prepared in a thread, so that other requests keep streaming."""
+
 POLL_SECONDS: Final = 0.01
 """Interval at which pause_generation checks whether all requests have finished."""
-
-
-class MetricsRecorder(Protocol):
-    """What observe.metrics.Metrics implements."""
-
-    def on_step(self, step: StepOutputs) -> None:
-        """Record an engine step, or several merged ones."""
-        ...
-
-    def on_events(self, events: RequestEvents) -> None:
-        """Record what happened to requests."""
-        ...
-
-    def on_rejected(self, reason: str) -> None:
-        """Record a request that exceeds a limit of the queue, by the limit."""
-        ...
-
-    def on_restart(self) -> None:
-        """Count an engine that ended and is being replaced."""
-        ...
-
-    def forget_adapter(self, name: str) -> None:
-        """Remove the series of an adapter that is served no longer."""
-        ...
 
 
 class AsyncLLM(EngineViews):
@@ -847,3 +828,89 @@ class WarmEngine:
             inputs=AsyncInputs(processor, check_of(tokenizer, info), threads),
             requests=AsyncRequests(tokenizer, config.scheduler.stream_interval, tracer),
         )
+
+
+WORD_COST: Final = 16
+"""Characters of a prompt that take as long to tokenise as what is done for a bad word beside tokenising its own."""
+
+
+class AsyncInputs:
+    """An InputProcessor with threads for long prompts and embeddings, and a process that compiles grammars first.
+
+    Closing it ends the processes of both.
+    """
+
+    def __init__(self, processor: InputProcessor, grammars: GrammarCheck, threads: TextThreads) -> None:
+        self.processor = processor
+        self._grammars = grammars
+        self._threads = threads
+        self._turn = asyncio.Semaphore(1)  # Several threads of Python code slow down the event loop by their number.
+
+    async def prepare(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        priority: int,
+        *,
+        text: TextOptions | None = None,
+        arrival_time: float | None = None,
+        adapter: Adapter | None = None,
+        origin: RequestOrigin = ALONE,
+    ) -> PreparedRequest:
+        """Return the engine requests of a prompt, see InputProcessor.prepare. Raises RequestError."""
+        prepare = partial(
+            self.processor.prepare,
+            request_id,
+            prompt,
+            params,
+            priority,
+            text=text,
+            arrival_time=arrival_time,
+            adapter=adapter,
+            origin=origin,
+        )
+        content = (prompt.get("prompt_token_ids") or prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
+        length = len(content) if isinstance(content, str | list) else 0
+        if isinstance(params, SamplingParams) and params.bad_words:
+            length += sum(len(word) + WORD_COST for word in params.bad_words)
+        embedded = isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None
+        structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        if length > LONG_TEXT:
+            return await self._threads.run(length, prepare)
+        if not embedded and not structured:
+            return prepare()
+        async with self._turn:
+            return await asyncio.to_thread(prepare)
+
+    async def check_grammar(
+        self, prepared: PreparedRequest, owner: str, limits: QueueLimits
+    ) -> tuple[PreparedRequest, OutputCheck | None]:
+        """Compile the grammar of a request, if any, in another process.
+
+        Returns the request with the grammar that the engine gets, and what is to check its outputs, if its grammar does
+        not enforce all of its schema. Raises RequestError if it does not compile, QueueFullError if too many are in
+        line, in all or of the owner.
+        """
+        grammar = prepared.children[0].grammar
+        if grammar is None:
+            return prepared, None
+        resolved = await self._grammars.check(grammar, owner, limits.share(MAX_WAITING))
+        prepared = with_grammar(prepared, resolved)
+        if not resolved.unchecked:
+            return prepared, None
+        tokenizer = self.processor.tokenizer
+        assert tokenizer is not None, "a grammar needs one"
+        ended = ended_answers(prepared, resolved, tokenizer)
+
+        async def check(output: RequestOutput) -> None:
+            for _, answer in ended.add(output):
+                if error := await self._grammars.answer_error(resolved, answer, owner):
+                    raise AnswerError(error)
+
+        return prepared, check
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+        self._grammars.close()
+        self.processor.templates.close()

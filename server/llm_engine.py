@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from pagoda.common.config.defaults import Usage
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.nested.profiler import FLAG as PROFILER_FLAG
 from pagoda.common.config.groups.nested.profiler import PROFILER_OFF, check_profile
 from pagoda.common.engine.core import ASLEEP, check_sleep, check_wake_up
-from pagoda.common.engine.messages import EngineStats, RequestEvents
+from pagoda.common.engine.messages import EngineStats, RequestEvents, StepOutputs
 from pagoda.common.engine.steps.profiling import StepProfiler
 from pagoda.common.engine.structured_output.schemas import answer_error
 from pagoda.common.errors import ConfigError, RequestError, SleepError
@@ -57,6 +57,30 @@ if TYPE_CHECKING:
     from pagoda.server.vllm.metrics_reader import Metric
 
 logger = logging.getLogger(__name__)
+
+
+class MetricsRecorder(Protocol):
+    """What observe.metrics.Metrics implements."""
+
+    def on_step(self, step: StepOutputs) -> None:
+        """Record an engine step, or several merged ones."""
+        ...
+
+    def on_events(self, events: RequestEvents) -> None:
+        """Record what happened to requests."""
+        ...
+
+    def on_rejected(self, reason: str) -> None:
+        """Record a request that exceeds a limit of the queue, by the limit."""
+        ...
+
+    def on_restart(self) -> None:
+        """Count an engine that ended and is being replaced."""
+        ...
+
+    def forget_adapter(self, name: str) -> None:
+        """Remove the series of an adapter that is served no longer."""
+        ...
 
 
 class LLMEngine(EngineViews):

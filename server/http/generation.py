@@ -21,12 +21,12 @@ from pagoda.common.observe.logs import shortened
 from pagoda.common.pooling_params import PoolingParams
 from pagoda.common.request_bounds import MAX_N
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
+from pagoda.server.async_llm import LONG_TEXT
 from pagoda.server.core_client.client import Load, NeverFitsError
 from pagoda.server.http.body import Ignored
 from pagoda.server.http.fields import SamplingFields
 from pagoda.server.http.state import OWNER, ServerState
 from pagoda.server.outputs import RawPoolingOutput, RequestOutput
-from pagoda.server.processing.async_inputs import LONG_TEXT
 from pagoda.server.processing.beams import BeamText, candidates_of, check_engine, check_prompts, step_params
 from pagoda.server.processing.inputs import Prompt, PromptType, RequestOrigin, cache_key_of
 from pagoda.server.processing.output_processor import RequestStream
@@ -141,7 +141,7 @@ class PromptBatch:
         began: float | None = None,
         cache_hint: str | None = None,
     ) -> None:
-        self.id = request_id
+        self.request_id = request_id
         self._state = state
         self._llm = state.llm()
         self._priority = priority
@@ -448,7 +448,7 @@ class BeamGeneration:
         self._priority = priority
         self._user = user
         self._cache_hint = cache_hint
-        self.id = request_id
+        self.request_id = request_id
         self._began = asyncio.get_running_loop().time()
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -479,7 +479,7 @@ class BeamGeneration:
     async def _step(self, prompts: Sequence[PromptType]) -> list[RequestOutput]:
         generation = Generation(
             self._state,
-            self.id,
+            self.request_id,
             prompts,
             step_params(self._params),
             model=self._model,
