@@ -141,7 +141,7 @@ class PromptBatch:
         began: float | None = None,
         cache_hint: str | None = None,
     ) -> None:
-        self.request_id = request_id
+        self.id = request_id
         self._state = state
         self._llm = state.llm()
         self._priority = priority
@@ -448,7 +448,7 @@ class BeamGeneration:
         self._priority = priority
         self._user = user
         self._cache_hint = cache_hint
-        self.request_id = request_id
+        self.id = request_id
         self._began = asyncio.get_running_loop().time()
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -479,7 +479,7 @@ class BeamGeneration:
     async def _step(self, prompts: Sequence[PromptType]) -> list[RequestOutput]:
         generation = Generation(
             self._state,
-            self.request_id,
+            self.id,
             prompts,
             step_params(self._params),
             model=self._model,
