@@ -118,10 +118,16 @@ def _decompressor(coding: str) -> Callable[[], _Decompressor]:
     raise HttpError(415, f"content-encoding {coding[:80]!r} is not supported; send gzip, zstd or no coding")
 
 
+MAX_STREAMS: Final = 16
+"""Maximum gzip members or zstd frames of a body: what follows a stream is copied before the next one is read."""
+
+
 def _decompressed(raw: bytes, make: Callable[[], _Decompressor], coding: str, limit: int) -> bytes:
     """Return the bytes of all streams of a body. Raise HttpError (413) for more than `limit`, RequestError."""
     decoded = bytearray()
-    while raw:
+    for _ in range(MAX_STREAMS):
+        if not raw:
+            return bytes(decoded)
         stream = make()
         try:
             decoded += stream.decompress(raw, limit + 1 - len(decoded))
@@ -132,7 +138,7 @@ def _decompressed(raw: bytes, make: Callable[[], _Decompressor], coding: str, li
         if not stream.eof:
             raise RequestError("", f"the body ends within its {coding} stream")
         raw = stream.unused_data
-    return bytes(decoded)
+    raise RequestError("", f"the body has more than {MAX_STREAMS} {coding} streams; compress it as one")
 
 
 def _too_large(limit: int) -> HttpError:

@@ -66,7 +66,7 @@ def answer_formats(
     `given`: the template that stands in for the model's; `hints`: the formats of the model's family.
     """
     structured = engine.structured_outputs
-    template = _ToolTemplate.of(given, tokenizer, render)
+    template = _ToolTemplate.of(given, tokenizer, partial(render, **config.default_chat_template_kwargs))
     tools, why_tools = _tools(config, hints, template)
     reasoning, why_reasoning = _reasoning(structured.reasoning_parser, hints, template)
     return AnswerFormats(

@@ -73,7 +73,7 @@ class Probe:
     source: str  # the template
     plain: str  # a question, with the opening of the answer
     with_tools: str  # the same with tools
-    shows_tools: bool  # whether tools change the rendering
+    shows_tools: bool  # whether tools change the rendering; if it fails, whether the template reads them
     with_call: str  # question, call and result
     with_reasoning: str  # question, and an answer with reasoning
 
@@ -93,7 +93,7 @@ class Probe:
             source=source,
             plain=_rendered(render, [question], None, opens=True),
             with_tools=with_tools,
-            shows_tools=with_tools != without_tools,
+            shows_tools=with_tools != without_tools if with_tools else "tools" in variables_of(source),
             with_call=_rendered(render, [question, call, result], [TOOL], opens=False),
             with_reasoning=_rendered(render, [question, answer], None, opens=False),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pagoda.common.engine.messages import EngineRequest
@@ -27,18 +27,31 @@ def _child(child: EngineRequest, resolved: ResolvedGrammar) -> EngineRequest:
 def ended_answers(prepared: PreparedRequest, grammar: ResolvedGrammar, tokenizer: Tokenizer) -> EndedAnswers:
     """Return what collects the answers of a request."""
     params = prepared.params
-    yields_deltas = isinstance(params, SamplingParams) and params.yields_deltas
-    thinking = prepared.children[0].thinking
-    return EndedAnswers(grammar, tokenizer, thinking=thinking, yields_deltas=yields_deltas)
+    assert isinstance(params, SamplingParams), "it has a grammar"
+    return EndedAnswers(
+        grammar,
+        tokenizer,
+        thinking=prepared.children[0].thinking,
+        yields_deltas=params.yields_deltas,
+        stop_token_ids=params.stop_token_ids or (),
+    )
 
 
 class EndedAnswers:
     """Collects the tokens of a request's sequences, and returns the answers of those that ended by themselves."""
 
     def __init__(
-        self, grammar: ResolvedGrammar, tokenizer: Tokenizer, *, thinking: Thinking | None, yields_deltas: bool
+        self,
+        grammar: ResolvedGrammar,
+        tokenizer: Tokenizer,
+        *,
+        thinking: Thinking | None,
+        yields_deltas: bool,
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
+        """`stop_token_ids`: those of the request, which can end an answer anywhere."""
         self.grammar = grammar
+        self._stop_token_ids = frozenset(stop_token_ids)
         self._tokenizer = tokenizer
         self._thinking = thinking
         self._yields_deltas = yields_deltas
@@ -52,9 +65,13 @@ class EndedAnswers:
                 self._tokens.pop(completion.index, None)
             tokens = self._tokens[completion.index]
             tokens += completion.token_ids
-            if completion.finish_reason == "stop" and completion.stop_reason is None:
+            if completion.finish_reason == "stop" and self._ended_by_itself(completion.stop_reason):
                 answer = tokens if self._thinking is None else _after_reasoning(tokens, self._thinking)
                 yield completion, self._tokenizer.decode(answer)
+
+    def _ended_by_itself(self, stop_reason: int | str | None) -> bool:
+        """Whether the model ended the answer: by its end token (None) or another one that its configuration names."""
+        return stop_reason is None or (isinstance(stop_reason, int) and stop_reason not in self._stop_token_ids)
 
 
 def _after_reasoning(tokens: list[int], thinking: Thinking) -> list[int]:

@@ -116,6 +116,15 @@ def test_a_template_that_shows_no_tools_has_no_format() -> None:
     assert tools_of(found, "hermes") == ""
 
 
+def test_a_template_that_cannot_be_probed_shows_tools_if_it_reads_them() -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise RequestError("messages", "a variable is missing")
+
+    found = Probe.of("{{ needed.x.y }}{{ tools }}", refuse)
+    assert found.tools.definitions
+    assert tools_of(found, "hermes") == "hermes"
+
+
 def test_a_template_that_refuses_everything_has_no_format() -> None:
     def refuse(*_: object, **__: object) -> str:
         raise RequestError("messages", "refused")

@@ -410,7 +410,17 @@ def shown_item(item: Item) -> dict[str, Any]:
 
 
 def approved_calls(items: Sequence[Item], num_earlier: int) -> list[McpApprovalRequestItem]:
-    """Return the calls that items of the current request approve, and that no item reports as made."""
+    """Return the calls that items of the current request approve, and that no item reports as made.
+
+    Raise RequestError for several answers to one request.
+    """
+    answers: set[str] = set()
+    for number, item in enumerate(items[num_earlier:]):
+        if isinstance(item, McpApprovalResponseItem):
+            if item.approval_request_id in answers:
+                field = f"input[{number}].approval_request_id"
+                raise RequestError(field, f"{field} is answered twice; answer each request for approval once")
+            answers.add(item.approval_request_id)
     requests = {item.id: item for item in items if isinstance(item, McpApprovalRequestItem)}
     made = {item.approval_request_id for item in items if isinstance(item, McpCallItem)}
     return [

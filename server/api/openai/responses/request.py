@@ -13,6 +13,7 @@ from pagoda.server.api.chat_prompt import Conversation
 from pagoda.server.api.chat_prompt import ToolChoice as Choice
 from pagoda.server.api.openai.responses.input import Input, Item, items_of, messages_of, tools_in
 from pagoda.server.api.openai.responses.tools import (
+    AllowedChoice,
     OfferedTool,
     ResponsesTool,
     ToolChoice,
@@ -252,7 +253,11 @@ class ResponsesRequest(RequestBody):
 
     def after_calls(self) -> ResponsesRequest:
         """Return the request with which a response goes on after calls: a choice that demands one has had it."""
-        return self if self.tool_choice in ("auto", "none") else self.model_copy(update={"tool_choice": "auto"})
+        choice = self.tool_choice
+        if choice in ("auto", "none"):
+            return self
+        later = choice.model_copy(update={"mode": "auto"}) if isinstance(choice, AllowedChoice) else "auto"
+        return self.model_copy(update={"tool_choice": later})
 
     def conversation_of(self, items: Sequence[Item], num_earlier: int) -> Conversation:
         """Return the conversation of `items`, the first `num_earlier` of earlier requests. Raise RequestError."""

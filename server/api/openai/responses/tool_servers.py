@@ -12,7 +12,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -166,7 +166,7 @@ class ToolSession:
             if not isinstance(values, dict):
                 raise ToolServerError("the arguments are not a JSON object")
             result = await self._ask(lambda client: client.call_tool(name, values))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return ToolResult(None, f"the arguments are not valid JSON: {error}")
         except ToolServerError as error:
             return ToolResult(None, str(error))
@@ -179,8 +179,10 @@ class ToolSession:
         if task is None:
             return
         self._requests.put_nowait(None)
-        await asyncio.wait({task}, timeout=CLOSE_SECONDS)
-        await self._kill()
+        try:
+            await asyncio.wait({task}, timeout=CLOSE_SECONDS)
+        finally:
+            await self._kill()
 
     async def _ask(self, request: Callable[[Any], Awaitable[T]]) -> T:
         """Return what `request` returns of the client. Raise ToolServerError; the session then begins anew."""
@@ -220,9 +222,8 @@ class ToolSession:
         self._task = None
         if task is not None:
             task.cancel()
-            with suppress(BaseException):
-                await asyncio.wait({task}, timeout=CLOSE_SECONDS)
-                task.exception()
+            task.add_done_callback(_take_exception)
+            await asyncio.wait({task}, timeout=CLOSE_SECONDS)
 
     async def _run(self) -> None:
         """Serve requests over one connection until None arrives."""
@@ -242,6 +243,12 @@ class ToolSession:
                 else:
                     if not reply.done():
                         reply.set_result(result)
+
+
+def _take_exception(task: asyncio.Task[None]) -> None:
+    """Read the exception of a session that was ended, so that it is not reported as one that nobody has seen."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _listed(tool: Any) -> ListedTool:
@@ -324,6 +331,7 @@ class ToolSessions:
         if len(mcp_tools) > MAX_SERVERS:
             raise RequestError("tools", f"tools has {len(mcp_tools)} servers; at most {MAX_SERVERS} are allowed")
         for path, tool in mcp_tools:
+            tool.check(path)
             if tool.server_label in self._sessions:
                 raise RequestError(
                     f"{path}.server_label", f"{path}.server_label: {tool.server_label!r} is used twice; use another"

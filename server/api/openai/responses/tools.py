@@ -15,7 +15,7 @@ from pagoda.common.errors import RequestError
 from pagoda.server.api.chat_prompt import NamedTool
 from pagoda.server.api.chat_prompt import ToolChoice as Choice
 from pagoda.server.http.body import Ignored, RequestBody, hint
-from pagoda.server.http.fields import LIST, OTHER, TEXT, OtherTool, Unsupported, by_type, refused, text_or_list
+from pagoda.server.http.fields import LIST, OTHER, TEXT, OtherTool, Unsupported, by_type, text_or_list
 
 LOCAL_SHELL: Final = "local_shell"
 """Name of the function offered for the tool of this type."""
@@ -217,14 +217,14 @@ class McpTool(_ToolFields):
     """The tools of a server of the Model Context Protocol, which this server calls (--tool-server)."""
 
     type: Literal["mcp"]
-    server_label: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+    server_label: str = ""
     server_url: str | None = None
     server_description: str | None = None
-    authorization: str | None = None
-    headers: dict[str, str] | None = None
+    authorization: str | None = Field(None, exclude=True)  # Secrets are neither stored nor shown.
+    headers: dict[str, str] | None = Field(None, exclude=True)
     allowed_tools: list[str] | ToolFilter | None = None
     require_approval: Literal["always", "never"] | ApprovalFilter | None = "always"
-    connector_id: Annotated[Any, refused()] = None  # Connectors are OpenAI's own servers.
+    connector_id: Any = None
 
     _listed: list[ListedTool] = PrivateAttr(default_factory=list)
 
@@ -235,6 +235,14 @@ class McpTool(_ToolFields):
         else:
             yield Ignored(path, "tool", f"{path}: tools of type 'mcp' are called if they stand in tools", self.type)
 
+    def check(self, path: str) -> None:
+        """Raise RequestError for a server that cannot be asked."""
+        if self.connector_id is not None:
+            raise RequestError(f"{path}.connector_id", f"{path}.connector_id: connectors are OpenAI's; give server_url")
+        if not _LABEL.fullmatch(self.server_label):
+            field = f"{path}.server_label"
+            raise RequestError(field, f"{field} must begin with a letter and have at most 64 letters, digits, - and _")
+
     def http_headers(self, path: str) -> dict[str, str]:
         """Return the headers of requests to the server. Raise RequestError for a header that cannot be sent."""
         headers = dict(self.headers or {})
@@ -243,6 +251,8 @@ class McpTool(_ToolFields):
         for name, value in headers.items():
             if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
                 raise RequestError(f"{path}.headers", f"{path}.headers: {name[:80]!r} is not a valid header")
+            if name.lower() in _OUR_HEADERS or name.lower().startswith("mcp-"):
+                raise RequestError(f"{path}.headers", f"{path}.headers: the server sets {name[:80]!r}; leave it out")
         return headers
 
     def take_listing(self, listed: Sequence[ListedTool], path: str) -> list[dict[str, Any]]:
@@ -288,9 +298,13 @@ class McpTool(_ToolFields):
             )
 
     def shown(self) -> dict[str, Any]:
-        return self.model_dump(exclude_unset=True, exclude={"authorization", "headers"})
+        return self.model_dump(exclude_unset=True)
 
 
+_LABEL: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+_OUR_HEADERS: Final = frozenset(
+    {"host", "content-length", "transfer-encoding", "connection", "accept-encoding", "content-type", "accept"}
+)
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
 _HEADER_VALUE: Final = re.compile(r"[\x20-\x7e]{0,8192}")
 
@@ -363,7 +377,13 @@ class AllowedTool(RequestBody):
     type: str
     name: str | None = None
     namespace: str | None = None
-    server_label: str | None = None  # Label of MCP servers, which are not offered.
+    server_label: str | None = None  # With type "mcp": all tools of this server, or the one of `name`.
+
+    def is_of_server(self, tool: OfferedTool) -> bool:
+        """Whether a tool is one of the server that is named."""
+        if self.server_label is None or tool.server_label != self.server_label:
+            return False
+        return self.name is None or tool.name == self.name
 
 
 class AllowedChoice(RequestBody):
@@ -399,12 +419,17 @@ def chosen_tools(tools: Sequence[OfferedTool], choice: Any) -> tuple[list[Offere
             for index, tool in enumerate(choice.tools)
             if tool.type in ("function", "custom", "local_shell")
         }
+        of_servers = [tool for tool in choice.tools if tool.type == "mcp"]
         offered = {tool.function_name for tool in tools}
         for index, name in names.items():
             if name not in offered:
                 field = f"tool_choice.tools[{index}]"
                 raise RequestError(field, f"{field} is {name[:128]!r}, which is not among the tools")
-        allowed = [tool for tool in tools if tool.function_name in names.values()]
+        allowed = [
+            tool
+            for tool in tools
+            if tool.function_name in names.values() or any(each.is_of_server(tool) for each in of_servers)
+        ]
         return allowed, choice.mode if allowed or choice.mode == "required" else "none"
     if choice == "required":
         return list(tools), "required"

@@ -89,6 +89,7 @@ def test_compressed_bodies_are_read() -> None:
             ("gzip", BODY, 400),
             ("gzip", gzip.compress(BODY)[:-9], 400),
             ("gzip", gzip.compress(BODY) + b"more", 400),
+            ("gzip", gzip.compress(b"") * 16 + gzip.compress(BODY), 400),  # too many streams
         ):
             received, answer = server.request("POST", "/v1/completions", raw, {"content-encoding": coding})
             assert received == status, (coding, answer)

@@ -254,7 +254,7 @@ def test_bad_requests_are_named(server: LiveServer, mcp_url: str) -> None:
         ([calc | {"server_url": "file:///etc/passwd"}], "tools[0].server_url", "not an http or https URL"),
         ([calc | {"allowed_tools": ["sub"]}], "tools[0].allowed_tools", "there is no tool 'sub'"),
         ([calc | {"headers": {"a b": "c"}}], "tools[0].headers", "'a b' is not a valid header"),
-        ([calc | {"connector_id": "c"}], "tools[0].connector_id", "is not supported by this version"),
+        ([calc | {"connector_id": "c"}], "tools[0].connector_id", "connectors are OpenAI's"),
     ):
         status, answer = server.post("/v1/responses", ask("x", tools=tools))
         assert (status, answer["error"]["param"]) == (400, param), answer

@@ -18,8 +18,21 @@ from support.suite.spying import Spy, spy_on
 
 from pagoda.common.errors import RequestError
 from pagoda.server.api.chat_prompt import NamedTool
+from pagoda.server.api.openai.responses.input import (
+    AdditionalToolsItem,
+    McpApprovalRequestItem,
+    McpApprovalResponseItem,
+    approved_calls,
+)
 from pagoda.server.api.openai.responses.request import ResponsesRequest
-from pagoda.server.api.openai.responses.tools import CustomInputDecoder, custom_arguments
+from pagoda.server.api.openai.responses.tools import (
+    AllowedChoice,
+    CustomInputDecoder,
+    McpTool,
+    OfferedTool,
+    chosen_tools,
+    custom_arguments,
+)
 from pagoda.server.http.body import parse, parse_tolerant
 from pagoda.server.parsers.parser import Arguments, Event, ToolCall
 
@@ -95,6 +108,64 @@ def test_allowed_tools_of_other_types_are_dropped(server: LiveServer, spy: Spy) 
     allowed = [{"type": "custom", "name": "apply_patch"}, {"type": "web_search"}, {"type": "mcp", "server_label": "x"}]
     posted(server, tools=TOOLS, tool_choice={"type": "allowed_tools", "mode": "auto", "tools": allowed})
     assert [tool["function"]["name"] for tool in spy.conversation.tools] == ["apply_patch"]
+
+
+@pytest.mark.parametrize("more", [{"connector_id": "c"}, {"server_label": "my server"}, {}])
+def test_tool_servers_are_ignored_where_the_server_calls_none(server: LiveServer, more: dict[str, str]) -> None:
+    body = {"model": "fake", "input": "a", "tools": [{"type": "mcp", "headers": {"Host": "h"}, **more}]}
+    answer = server.response("POST", "/v1/responses", body)
+    assert (answer.status, answer.headers["x-pagoda-ignored"]) == (200, "tools[type=mcp]")
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"connector_id": "c"}, "tools[0].connector_id"),
+        ({"server_label": "my server"}, "tools[0].server_label"),
+        ({"headers": {"hOst": "inner"}}, "tools[0].headers"),
+        ({"headers": {"Accept-Encoding": "gzip"}}, "tools[0].headers"),
+        ({"headers": {"Mcp-Session-Id": "1"}}, "tools[0].headers"),
+    ],
+)
+def test_what_no_tool_server_is_asked(more: dict[str, Any], field: str) -> None:
+    tool = McpTool(**{"type": "mcp", "server_label": "calc", **more})
+    with pytest.raises(RequestError) as raised:
+        tool.check("tools[0]")
+        tool.http_headers("tools[0]")
+    assert raised.value.field == field
+
+
+def test_secrets_of_tool_servers_are_neither_stored_nor_shown() -> None:
+    tool = McpTool(type="mcp", server_label="calc", authorization="secret", headers={"x-key": "secret"})
+    item = AdditionalToolsItem(type="additional_tools", tools=[tool])
+    assert "secret" not in item.model_dump_json() + json.dumps(tool.shown())
+    assert tool.http_headers("tools[0]")["Authorization"] == "Bearer secret"
+
+
+def test_allowed_tools_of_tool_servers_stay_allowed_after_calls() -> None:
+    names = ("add", "remove")
+    of_calc = [OfferedTool(path="tools[0]", name=name, server_label="calc", definition={}) for name in names]
+    tools = [*of_calc, OfferedTool(path="tools[1]", name="other", definition={})]
+
+    def allowed(**entry: str) -> AllowedChoice:
+        return AllowedChoice(type="allowed_tools", mode="required", tools=[{"type": "mcp", **entry}])
+
+    assert chosen_tools(tools, allowed(server_label="calc")) == (of_calc, "required")
+    assert chosen_tools(tools, allowed(server_label="calc", name="add")) == (of_calc[:1], "required")
+    choice = allowed(server_label="calc", name="add")
+    later = ResponsesRequest(model="m", input="a", tool_choice=choice).after_calls().tool_choice
+    assert chosen_tools(tools, later) == (of_calc[:1], "auto")
+
+
+def test_an_approval_is_given_once() -> None:
+    asked = McpApprovalRequestItem(type="mcp_approval_request", id="a", server_label="calc", name="add", arguments="{}")
+    answers = [
+        McpApprovalResponseItem(type="mcp_approval_response", approval_request_id="a", approve=approve)
+        for approve in (False, True)
+    ]
+    assert approved_calls([asked, answers[1]], 0) == [asked]
+    with pytest.raises(RequestError, match="answered twice"):
+        approved_calls([asked, *answers], 0)
 
 
 @pytest.mark.parametrize(
