@@ -128,10 +128,13 @@ def test_tool_servers_are_ignored_where_the_server_calls_none(server: LiveServer
     ],
 )
 def test_what_no_tool_server_is_asked(more: dict[str, Any], field: str) -> None:
-    tool = McpTool(**{"type": "mcp", "server_label": "calc", **more})
-    with pytest.raises(RequestError) as raised:
+    def check() -> None:
+        tool = McpTool(**{"type": "mcp", "server_label": "calc", **more})
         tool.check("tools[0]")
         tool.http_headers("tools[0]")
+
+    with pytest.raises(RequestError) as raised:
+        check()
     assert raised.value.field == field
 
 
