@@ -495,6 +495,11 @@ class ResponsesBuilder:
     def whole(self) -> dict[str, Any]:
         return self.response
 
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that the model has generated in all rounds."""
+        return self._output_tokens
+
     def fail(self, error: BaseException) -> Iterator[Event]:
         """Mark the response failed and yield the final events; none if it has ended already."""
         if self.ended:

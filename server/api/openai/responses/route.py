@@ -260,10 +260,15 @@ class _Turn:
     model: str
     began: float  # Time of the event loop, from which --request-timeout counts.
 
-    async def generation(self, items: Sequence[Item]) -> tuple[Generation, DeltaParser]:
-        """Return the generation of a conversation, and what reads its outputs. Raise RequestError."""
+    async def generation(self, items: Sequence[Item], used: int = 0) -> tuple[Generation, DeltaParser]:
+        """Return the generation of a conversation, and what reads its outputs. Raise RequestError.
+
+        `used`: tokens that the model generated for this response before, which its limit counts, too.
+        """
         state = self.state
         body = self.body
+        if used and body.max_output_tokens is not None:
+            body = body.model_copy(update={"max_output_tokens": max(body.max_output_tokens - used, 1)})
         chat = await _prepared(self.request, state, body, replace(self.context, items=list(items)))
         generation = Generation(
             state,

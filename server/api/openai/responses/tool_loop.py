@@ -16,7 +16,7 @@ from pagoda.server.http.generation import Generation
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.parsers.output_parser import DeltaParser
 
-NextRound = Callable[[Sequence[Item]], Awaitable[tuple[Generation, DeltaParser]]]
+NextRound = Callable[[Sequence[Item], int], Awaitable[tuple[Generation, DeltaParser]]]
 """Called with the items of a conversation; returns their generation and what reads its outputs."""
 
 TOO_MANY_ROUNDS: Final = "max_tool_rounds"
@@ -118,7 +118,7 @@ class ToolLoop:
 
     async def _continued(self) -> Generation:
         output = output_items(self._builder.response["output"])
-        generation, parser = await self._next_round([*self._items, *output])
+        generation, parser = await self._next_round([*self._items, *output], self._builder.output_tokens)
         self._builder.begin_round(parser)
         return generation
 

@@ -119,6 +119,15 @@ def test_a_tool_is_called_and_its_result_answered(server: LiveServer) -> None:
     assert status == 200, again
 
 
+def test_the_limit_of_output_tokens_counts_all_rounds(server: LiveServer) -> None:
+    step = call("add", a=2, b=3)
+    limit = len(step) + 1 + len("It is")  # bytes, and the end of the first answer
+    response = server.post("/v1/responses", ask(step, "It is five.", max_output_tokens=limit))[1]
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["output"][-1]["content"][0]["text"] == "It is"
+    assert (response["max_output_tokens"], response["usage"]["output_tokens"]) == (limit, limit)
+
+
 def test_the_same_is_streamed(server: LiveServer) -> None:
     events = events_of(server.post("/v1/responses", ask(call("add", a=2, b=3), "five", stream=True))[1])
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
