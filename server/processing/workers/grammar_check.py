@@ -143,9 +143,9 @@ class GrammarCheck:
             if formats := reply.resolved.ignored_formats:
                 logger.info("formats of a JSON schema that are unknown and constrain nothing: %s", _shown(formats))
             self._passed[name] = reply.resolved
-            self._passed_characters += len(reply.resolved.text)
+            self._passed_characters += _characters(reply.resolved)
             while len(self._passed) > MAX_PASSED or self._passed_characters > MAX_PASSED_CHARACTERS:
-                self._passed_characters -= len(self._passed.popitem(last=False)[1].text)
+                self._passed_characters -= _characters(self._passed.popitem(last=False)[1])
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -173,6 +173,11 @@ class GrammarCheck:
         if error.out_of_time:
             return f"the grammar takes more than {self._seconds:g} s to compile; make it simpler"
         return "the grammar is too large or nested too deeply to compile; make it simpler"
+
+
+def _characters(resolved: ResolvedGrammar) -> int:
+    """Return what a resolved grammar takes of the bound of those that are kept."""
+    return len(resolved.text) + len(resolved.schema) + sum(map(len, resolved.ignored_formats))
 
 
 def _shown(words: Sequence[str]) -> str:

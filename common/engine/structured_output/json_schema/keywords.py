@@ -223,7 +223,7 @@ def _objects(document: Document, literal: Literal, schema: Mapping[str, Any]) ->
         min_properties=_count(schema, "minProperties") or 0,
         max_properties=_count(schema, "maxProperties"),
         names=document.node(literal, schema["propertyNames"]) if "propertyNames" in schema else ANY,
-        lists="properties" in schema,
+        lists="properties" in schema and additional is None,
         seen=names,
         seen_patterns=frozenset(pattern for pattern, _ in patterns),
         seen_all=additional is not None,

@@ -28,14 +28,18 @@ from pagoda.common.engine.structured_output.json_schema.shapes import (
     String,
 )
 from pagoda.common.engine.structured_output.json_schema.texts import (
+    is_misread,
     json_leaf,
     lark_string,
+    needs_escapes,
     number_texts,
     string_text,
 )
 
 MAX_PATTERNS: Final = 4
 """Patterns of one object's property names: each combination that a name may match is a rule."""
+MAX_PROPERTIES: Final = 400
+"""Properties of one object: each has a rule that refers to the next one, which llguidance follows on its stack."""
 MAX_COUNTED: Final = 3
 """Schemas of one array of which `contains` counts the items."""
 MAX_UNIQUE_VALUES: Final = 64
@@ -116,12 +120,21 @@ class _Writer:
 
     def _strings(self, shape: String) -> list[str]:
         """Return the expression of a shape of strings; none if its constraints surely exclude each other."""
-        text, is_terminal = string_text(shape)
+        text, is_terminal = self._string_text(shape)
         if shape.is_combined and not self._is_possible(
             f"start: TEXT\nTEXT: {text}" if is_terminal else f"start: {text}"
         ):
             return []
         return [self._terminal(text) if is_terminal else text]
+
+    def _string_text(self, shape: String) -> tuple[str, bool]:
+        """Return what `string_text` does; a pattern that cannot be rewritten without escapes stays as it is."""
+        if shape.excluded_patterns or not any(map(is_misread, shape.patterns)):
+            return string_text(shape)
+        try:
+            return string_text(shape, rewrites=not any(map(needs_escapes, shape.patterns)))
+        except GrammarError:
+            return string_text(shape, rewrites=False)
 
     def _terminal(self, text: str) -> str:
         """Define a terminal and return its name."""
@@ -170,11 +183,10 @@ class _Writer:
 
     def further(self, shape: Object, names: frozenset[str]) -> Sequences:
         """Return the properties beside `names`: keys and values."""
-        if self._closed and shape.lists and all(extra == ANY for _, extra in _classes(shape)):
-            return []
         result: list[tuple[Symbol, ...]] = []
         for key, node in _classes(shape):
-            if node == self._expander.document.never:
+            is_closed = self._closed and shape.lists and not key.patterns and node == ANY
+            if is_closed or node == self._expander.document.never:
                 continue
             of_names: tuple[Shape, ...] = (String(),) if shape.names == ANY else self._expander.shapes(shape.names)
             for allowed in of_names:
@@ -354,6 +366,8 @@ class _Properties:
             for part in of_names:
                 if isinstance(part, Constant) and isinstance(part.value, str):
                     properties.setdefault(part.value, shape.extra(part.value))
+        if len(properties) > MAX_PROPERTIES:
+            raise GrammarError(f"an object that is rewritten may have at most {MAX_PROPERTIES} properties")
         self.named = [(name, node, name in shape.required) for name, node in properties.items()]
         self.further = [] if finite else writer.further(shape, frozenset(properties))
         if self.further and shape.min_properties > len(shape.required) + 1:

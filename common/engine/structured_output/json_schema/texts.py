@@ -102,9 +102,18 @@ def is_misread(pattern: str) -> bool:
 _MISREAD: Final = re.compile(r"""\[\^(?:\\[^\\]|[^\]\\"])*(?:"|\\\\)""")
 
 
-def string_text(string: String) -> tuple[str, bool]:
-    """Return the expression of a shape of strings, quotes included, and whether it must be defined as a terminal."""
-    is_terminal = string.excluded_patterns or any(map(is_misread, string.patterns))
+def needs_escapes(pattern: str) -> bool:
+    """Return True if a pattern has a quote or a backslash outside of its classes, which JSON writes as an escape."""
+    bare = _CLASS.sub(lambda match: match.group() if match.group() == r"\\" else "", pattern)
+    return '"' in bare or r"\\" in bare
+
+
+def string_text(string: String, *, rewrites: bool = True) -> tuple[str, bool]:
+    """Return the expression of a shape of strings, quotes included, and whether it must be defined as a terminal.
+
+    `rewrites`: patterns that llguidance misreads are written as terminals. Raises GrammarError.
+    """
+    is_terminal = string.excluded_patterns or (rewrites and any(map(is_misread, string.patterns)))
     if is_terminal or any(len(word) > MAX_WORD or _has_escapes(word) for word in string.excluded):
         return _string_terminal(string), True
     schema: dict[str, Any] = {"type": "string"}
@@ -148,23 +157,35 @@ def _quoted_pattern(pattern: str) -> str:
     inner = body[:-1] if body.endswith("$") and not body.endswith("\\$") else body
     end = '"' if inner != body else f'{_PLAIN}*"'
     anchored = inner != pattern
-    if _ANCHOR.search(inner) or (anchored and _alternates(inner)):
+    bare = _CLASS.sub(_anchor_or_nothing, inner)
+    if _ANCHOR.search(bare) or (anchored and _alternates(bare)):
         raise GrammarError(f"the pattern {pattern[:80]!r} has anchors inside, and cannot be negated")
-    return f"{begin}({_SLASH.sub(_escaped_slash, inner)}){end}"
+    return f"{begin}({escaped_slashes(inner)}){end}"
 
 
-_ANCHOR: Final = re.compile(r"(?<!\\)(?<!\[)\^|(?<!\\)\$|\\[bBAz]")
+_ANCHOR: Final = re.compile(r"[\^$]|\\[bBAz]")
+_CLASS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+"""An escape, or a class of characters."""
 _SLASH: Final = re.compile(r"\\.|/", re.DOTALL)
+
+
+def escaped_slashes(pattern: str) -> str:
+    """Return a pattern as it stands between slashes."""
+    return _SLASH.sub(_escaped_slash, pattern)
 
 
 def _escaped_slash(match: re.Match[str]) -> str:
     return r"\/" if match.group() == "/" else match.group()
 
 
+def _anchor_or_nothing(match: re.Match[str]) -> str:
+    return match.group() if _ANCHOR.fullmatch(match.group()) else ""
+
+
 def _alternates(pattern: str) -> bool:
-    """Return True if a pattern may have alternatives outside of all its groups."""
+    """Return True if a pattern, without its escapes and classes, may have alternatives outside of all its groups."""
     depth = 0
-    for part in _SLASH.sub("", pattern):
+    for part in pattern:
         depth += (part == "(") - (part == ")")
         if part == "|" and depth <= 0:
             return True

@@ -163,6 +163,52 @@ def test_what_a_schema_allows(settings, schema, allowed, refused):
     assert [text for text in refused if schema_suite.accepts(start, text)] == []
 
 
+QUOTED = {"type": "object", "properties": {"q": {"type": "string", "pattern": '^"[^"]*"$'}}, "required": ["q"]}
+ACCOUNT = {"type": "string", "pattern": r"^[^\\]+\\[^\\]+$"}
+FREE = {"properties": {"a": {"type": "string", "pattern": '^[^"]*$'}}, "required": ["a"], "type": "object"}
+WIDE = {**FREE, "properties": {**FREE["properties"], **{f"p{number}": {} for number in range(800)}}}
+NAMED = {"patternProperties": {"^x_": {"type": "integer"}}, **FREE}
+
+
+@each_row(
+    ("schema", "allowed", "refused"),
+    [
+        ({"type": "string", "pattern": r'^[^\\/:*?"<>|]+$'}, ['"a.b"'], ['"a:b"', '"a|b"', '"a\\"b"']),
+        ({"type": "string", "pattern": '^[^"$^|]*$'}, ['"ab"', '""'], ['"a$"', '"a|"', '"^"']),
+        ({"type": "string", "format": "uri", "pattern": r'^https?://[^\s"]+$'}, ['"https://a.b/c"'], ['"ftp://a"']),
+        (QUOTED, ['{"q":"\\"a\\""}'], ['{"q":"a"}']),
+        (ACCOUNT, [r'"DOMAIN\\user"'], ['"user"']),
+        ({**FREE, "additionalProperties": True}, ['{"a":"x"}', '{"a":"x","b":1}'], ["{}"]),
+        (FREE, ['{"a":"x"}'], ['{"a":"x","b":1}']),
+        (NAMED, ['{"a":"x"}', '{"a":"x","x_1":2}'], ['{"a":"x","b":1}', '{"a":"x","x_1":"y"}']),
+        (WIDE, ['{"a":"x","p799":1}'], ["1"]),
+    ],
+)  # fmt: skip
+def test_what_llguidance_takes_by_itself_is_taken_with_closed_objects(settings, schema, allowed, refused):
+    start = matcher(settings, schema, "yes")
+    assert [text for text in allowed if not schema_suite.accepts(start, text)] == []
+    assert [text for text in refused if schema_suite.accepts(start, text)] == []
+
+
+@pytest.mark.parametrize("pattern", [r"^\p{L}+$", r"^[[:alpha:]]+$", r"^a(?i)b$"])
+def test_patterns_that_python_reads_otherwise_are_left_to_the_grammar(
+    settings: schema_suite.Settings, pattern: str
+) -> None:
+    grammar = resolved(
+        settings, {"type": "array", "uniqueItems": True, "items": {"type": "string", "pattern": pattern}}
+    )
+    assert grammar.unchecked == ("uniqueItems",)
+    assert answer_error(grammar, '["ab"]') == ""
+    assert "uniqueItems" in answer_error(grammar, '["ab","ab"]')
+
+
+def test_an_answer_that_is_too_deep_to_be_checked_is_let_through(settings: schema_suite.Settings) -> None:
+    grammar = resolved(
+        settings, {"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#/$defs/a"}, "uniqueItems": True}}}
+    )
+    assert answer_error(grammar, "[" * 900 + "]" * 900) == ""
+
+
 def test_closed_objects_have_the_properties_of_all_parts_and_no_others(settings: schema_suite.Settings) -> None:
     """Of what a schema negates, none is closed: that would allow more than the schema."""
     schema = {
@@ -235,6 +281,8 @@ def test_what_is_checked_cannot_be_a_part_of_an_answer(settings: schema_suite.Se
     start = settings.library.compile(tag({"not": {"type": "array"}, "type": ["array", "null"]}))
     assert schema_suite.accepts(start, "<null>")
     assert not schema_suite.accepts(start, "<[]>")
+    pairs = {"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}}
+    assert settings.library.resolved(tag(pairs)).unchecked == (), "llguidance takes it, if names are not repeated"
     with pytest.raises(GrammarError, match="uniqueItems cannot be enforced in a part of an answer"):
         settings.library.resolved(tag({"type": "array", "uniqueItems": True}))
 
