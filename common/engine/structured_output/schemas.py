@@ -29,10 +29,8 @@ from pagoda.common.engine.structured_output.json_schema.lark import schema_gramm
 from pagoda.common.engine.structured_output.json_schema.texts import (
     FORMATS,
     escaped_slashes,
-    is_misread_interval,
-)
-from pagoda.common.engine.structured_output.json_schema.texts import (
     is_misread,
+    is_misread_interval,
 )
 
 OPTIONS: Final = "x-guidance"
