@@ -186,6 +186,10 @@ BOUNDS: Final[Mapping[str, Bound]] = {
     "ResponsesRequest.request_id": Bound(characters=MAX_NAME_CHARACTERS),
     "ResponsesRequest.safety_identifier": Bound(characters=64),
     "ResponsesRequest.prompt_cache_key": Bound(characters=1024),
+    **dict.fromkeys(("server_url", "server_description", "reason"), Bound(characters=4096)),
+    "authorization": Bound(characters=8192),
+    **dict.fromkeys(("allowed_tools", "tool_names"), Bound(characters=MAX_NAME_CHARACTERS, entries=1024)),
+    "approval_request_id": _NAME,
     **dict.fromkeys(
         (
             *("call_id", "completion_window", "conversation", "endpoint", "execution", "id", "input_file_id"),

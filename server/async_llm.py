@@ -901,7 +901,7 @@ class AsyncInputs:
             return prepared, None
         tokenizer = self.processor.tokenizer
         assert tokenizer is not None, "a grammar needs one"
-        ended = ended_answers(prepared, resolved, tokenizer)
+        ended = ended_answers(prepared, resolved, tokenizer, self.processor.end_token_ids)
 
         async def check(output: RequestOutput) -> None:
             for _, answer in ended.add(output):

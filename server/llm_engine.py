@@ -226,7 +226,9 @@ class LLMEngine(EngineViews):
             prepared = with_grammar(prepared, resolved)
             self._built.structured.mask_state(prepared.children[0]).release()
             if resolved.unchecked and self._text is not None:
-                self._ended[prepared.request_id] = ended_answers(prepared, resolved, self._text)
+                self._ended[prepared.request_id] = ended_answers(
+                    prepared, resolved, self._text, self.inputs.end_token_ids
+                )
         if (adapter := prepared.children[0].adapter) is not None:
             self._core.load_adapter_now(adapter)
         self._outputs.add(prepared, kind)

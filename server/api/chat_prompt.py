@@ -68,7 +68,7 @@ class Conversation:
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     reasoning_budget: int | None = None  # Maximum number of reasoning tokens; a hint without a reasoning parser.
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # None: unless the last message is continued.
     continue_final_message: bool = False
     add_special_tokens: bool = False
     documents: Sequence[Mapping[str, Any]] | None = None
@@ -79,7 +79,7 @@ class Conversation:
     @property
     def opens_answer(self) -> bool:
         """Whether the chat template opens the assistant's message."""
-        return self.add_generation_prompt and not self.continue_final_message
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,7 @@ def _decompressor(coding: str) -> Callable[[], _Decompressor]:
         try:
             zstd = importlib.import_module("backports.zstd")
         except ImportError:
-            raise HttpError(415, "content-encoding zstd needs: pip install backports.zstd; send gzip") from None
+            raise HttpError(415, "content-encoding zstd needs a server with pagoda[zstd]; send gzip") from None
         options = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}
         return lambda: cast(_Decompressor, zstd.ZstdDecompressor(options=options))
     raise HttpError(415, f"content-encoding {coding[:80]!r} is not supported; send gzip, zstd or no coding")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from pagoda.common.engine.messages import EngineRequest
@@ -24,8 +24,10 @@ def _child(child: EngineRequest, resolved: ResolvedGrammar) -> EngineRequest:
     return replace(child, grammar=Grammar(resolved.text, child.grammar.engine))
 
 
-def ended_answers(prepared: PreparedRequest, grammar: ResolvedGrammar, tokenizer: Tokenizer) -> EndedAnswers:
-    """Return what collects the answers of a request."""
+def ended_answers(
+    prepared: PreparedRequest, grammar: ResolvedGrammar, tokenizer: Tokenizer, end_token_ids: Collection[int]
+) -> EndedAnswers:
+    """Return what collects the answers of a request. `end_token_ids`: of the model."""
     params = prepared.params
     assert isinstance(params, SamplingParams), "it has a grammar"
     return EndedAnswers(
@@ -33,7 +35,7 @@ def ended_answers(prepared: PreparedRequest, grammar: ResolvedGrammar, tokenizer
         tokenizer,
         thinking=prepared.children[0].thinking,
         yields_deltas=params.yields_deltas,
-        stop_token_ids=params.stop_token_ids or (),
+        end_token_ids=end_token_ids,
     )
 
 
@@ -47,11 +49,11 @@ class EndedAnswers:
         *,
         thinking: Thinking | None,
         yields_deltas: bool,
-        stop_token_ids: Sequence[int] = (),
+        end_token_ids: Collection[int] = (),
     ) -> None:
-        """`stop_token_ids`: those of the request, which can end an answer anywhere."""
+        """`end_token_ids`: tokens with which the model ends answers, besides the one whose stop reason is None."""
         self.grammar = grammar
-        self._stop_token_ids = frozenset(stop_token_ids)
+        self._end_token_ids = frozenset(end_token_ids)
         self._tokenizer = tokenizer
         self._thinking = thinking
         self._yields_deltas = yields_deltas
@@ -71,7 +73,7 @@ class EndedAnswers:
 
     def _ended_by_itself(self, stop_reason: int | str | None) -> bool:
         """Whether the model ended the answer: by its end token (None) or another one that its configuration names."""
-        return stop_reason is None or (isinstance(stop_reason, int) and stop_reason not in self._stop_token_ids)
+        return stop_reason is None or stop_reason in self._end_token_ids
 
 
 def _after_reasoning(tokens: list[int], thinking: Thinking) -> list[int]:

@@ -15,6 +15,7 @@ from support.suite.clock import Clock
 from support.suite.watching import eventually
 
 from pagoda.common.config.groups.scheduler import SchedulerConfig
+from pagoda.common.engine.structured_output.grammar import ResolvedGrammar
 from pagoda.common.errors import RequestError
 from pagoda.server.core_client.client import (
     Admission,
@@ -29,6 +30,7 @@ from pagoda.server.core_client.ipc_messages import OtherUse
 from pagoda.server.http import state
 from pagoda.server.http.state import queue_limits
 from pagoda.server.processing.workers.grammar_check import GrammarCheck
+from pagoda.server.processing.workers.grammar_worker import GrammarJob, GrammarReply
 
 ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
 ENDLESS = {"prompt": "abc", "max_tokens": 60_000, "temperature": 0, "stream": True}
@@ -330,7 +332,12 @@ def test_every_end_of_a_request_frees_its_part_of_the_queue() -> None:
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Grammar checks wait for this event."""
     event = threading.Event()
-    monkeypatch.setattr(GrammarCheck, "_try", lambda self, worker, grammar: "" if event.wait(60) else "late")
+
+    def wait(self: GrammarCheck, worker: object, job: GrammarJob) -> GrammarReply:
+        assert job.grammar is not None
+        return GrammarReply(resolved=ResolvedGrammar(job.grammar.text)) if event.wait(60) else GrammarReply("late")
+
+    monkeypatch.setattr(GrammarCheck, "_try", wait)
     yield event
     event.set()
 

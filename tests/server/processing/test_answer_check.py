@@ -50,8 +50,8 @@ def test_sequences_are_joined_and_read_when_they_end(yields_deltas: bool) -> Non
     assert answers(ended(yields_deltas=yields_deltas), first, other, whole) == [(1, "x"), (0, "[1,2]")]
 
 
-def test_another_end_token_of_the_model_ends_an_answer_but_a_stop_token_of_the_request_does_not() -> None:
-    again = EndedAnswers(ResolvedGrammar(""), TOKENIZER, thinking=None, yields_deltas=False, stop_token_ids=[7])
+def test_another_end_token_of_the_model_ends_an_answer() -> None:
+    again = EndedAnswers(ResolvedGrammar(""), TOKENIZER, thinking=None, yields_deltas=False, end_token_ids=[106])
     ends = [output("[1]", "stop", 106), output("[2]", "stop", 7, index=1)]  # type: ignore[arg-type]
     assert answers(again, *ends) == [(0, "[1]")]
 

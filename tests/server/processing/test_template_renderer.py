@@ -226,7 +226,7 @@ def test_the_text_is_that_of_render(renderer: TemplateRenderer, messages: Any) -
 def test_what_is_no_json_is_refused(renderer: TemplateRenderer, messages: Any) -> None:
     with pytest.raises(RequestError) as caught:
         renderer.render(PLAIN, messages)
-    assert caught.value.field == "messages"
+    assert caught.value.field.startswith("messages")
 
 
 def test_circular_messages_are_refused(renderer: TemplateRenderer) -> None:

@@ -30,6 +30,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--api-process"]:
         sys.exit(api_process.main(sys.argv[2:], open_text=lambda _: byte_tokenizer()))
     serve.start_engine = start_fake
+    serve.named_path = lambda _: None  # the names of fake models hold paths
     assert api_servers.run_api_servers.__defaults__ is not None
     api_servers.run_api_servers.__defaults__ = (start_shared_fake, API_PROGRAM)
     assert AsyncLLM.__init__.__kwdefaults__ is not None
