@@ -404,7 +404,8 @@ def test_an_assistant_message_is_continued(client: anthropic.Anthropic) -> None:
     assert message.content[0].to_dict()["text"] == "z"
     use = {"type": "tool_use", "id": "u", "name": "f", "input": {}}
     conversation = conversation_of(messages=[*USER, {"role": "assistant", "content": [use]}])
-    assert (conversation.add_generation_prompt, conversation.continue_final_message) == (True, False)
+    assert (conversation.opens_answer, conversation.continue_final_message) == (True, False)
+    assert not conversation_of(messages=begun).opens_answer
 
 
 def test_blocks_of_the_model() -> None:
