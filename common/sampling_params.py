@@ -314,10 +314,14 @@ class SamplingParams:
         """
         if verify:
             self.verify()
-        _need_in_vocabulary("logit_bias", self.logit_bias or (), vocab_size)
-        _need_in_vocabulary("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
-        _need_in_vocabulary("stop_token_ids", self.stop_token_ids or (), vocab_size)
-        _need_in_vocabulary("logprob_token_ids", self.logprob_token_ids or (), vocab_size)
+        if self.logit_bias:
+            _need_in_vocabulary("logit_bias", self.logit_bias, vocab_size)
+        if self.allowed_token_ids:
+            _need_in_vocabulary("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        if self.stop_token_ids:
+            _need_in_vocabulary("stop_token_ids", self.stop_token_ids, vocab_size)
+        if self.logprob_token_ids:
+            _need_in_vocabulary("logprob_token_ids", self.logprob_token_ids, vocab_size)
         for word in bad_words_token_ids:
             _need_in_vocabulary("bad_words", word, vocab_size, is_value=False)
         greedy = self.is_greedy
@@ -444,13 +448,13 @@ def _words(name: str) -> Check:
     characters = bound.most_characters
 
     def check(name: str, value: object) -> None:
-        is_one = isinstance(value, str)
-        for index, word in enumerate(_entries(name, [value] if is_one else value, "strings", maximum)):
-            path = name if is_one else f"{name}[{index}]"
-            if not isinstance(word, str):
-                raise RequestError(path, f"{path} must be a string, not {_shown(word)}")
-            if not 0 < len(word) <= characters:
-                raise RequestError(path, f"{path} must have 1 to {characters} characters")
+        words = _entries(name, [value] if isinstance(value, str) else value, "strings", maximum)
+        for word in words:
+            if isinstance(word, str) and 0 < len(word) <= characters:
+                continue
+            path = name if isinstance(value, str) else f"{name}[{words.index(word)}]"
+            reason = f"must have 1 to {characters} characters" if isinstance(word, str) else "must be a string"
+            raise RequestError(path, f"{path} {reason}, not {_shown(word)}")
 
     return check
 
@@ -462,9 +466,9 @@ def _ids(name: str, *, may_be_empty: bool) -> Check:
         tokens = _entries(name, value, "token ids", maximum)
         if not tokens and not may_be_empty:
             raise RequestError(name, f"{name} is empty: no token could be chosen; leave it unset to allow all")
-        for index, token in enumerate(tokens):
+        for token in tokens:
             if type(token) is not int or token < 0:
-                _need_id(f"{name}[{index}]", token)
+                _need_id(f"{name}[{tokens.index(token)}]", token)
 
     return check
 
@@ -514,9 +518,9 @@ def _need_id(name: str, token: object) -> None:
 
 def _need_in_vocabulary(name: str, tokens: Iterable[int], vocab_size: int, *, is_value: bool = True) -> None:
     """Raise RequestError for a token id that does not exist. `is_value`: `tokens` are the value of the field itself."""
-    for index, token in enumerate(tokens):
+    for token in tokens:
         if not 0 <= token < vocab_size:
-            path = f"{name}.{token}" if isinstance(tokens, Mapping) else f"{name}[{index}]"
+            path = f"{name}.{token}" if isinstance(tokens, Mapping) else f"{name}[{list(tokens).index(token)}]"
             path = path if is_value else name
             raise RequestError(path, f"{path} has token id {_shown(token)}; the vocabulary has {vocab_size} entries")
 
