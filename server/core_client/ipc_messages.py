@@ -155,7 +155,7 @@ class Resume(msgspec.Struct, tag="resume", frozen=True):
 
 
 UNAWAITED: Final = -1
-"""The ticket of a command whose reply nobody waits for."""
+"""The ticket of a command whose reply is not awaited."""
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):

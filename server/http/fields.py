@@ -447,7 +447,7 @@ class SamplingFields(StructuredFields, ClientHints):
 
     @property
     def gives_cache_key(self) -> bool:
-        """Whether the client names its conversation: it is told how much of its prompt was cached."""
+        """Whether the client names its conversation, so that the usage says how much of its prompt was cached."""
         return self.prompt_cache_key is not None or self.session_id is not None
 
     @property

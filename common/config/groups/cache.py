@@ -37,7 +37,7 @@ class StateSnapshots:
 
     mode: MambaCacheMode = "align"
     unit: int = 1  # Positions are multiples of this number of tokens and of the block size.
-    interval: int = RETENTION_INTERVAL  # With "align": also every so many tokens; 0: no.
+    interval: int = RETENTION_INTERVAL  # With "align": also kept at each multiple of this number of tokens; 0: at none.
     min_distance: int = 64  # With "align": tokens, at least, after the cached prefix, and between two of an answer.
 
 
@@ -117,8 +117,8 @@ class CacheConfig:
     )
     prefix_cache_retention_interval: int = option(
         RETENTION_INTERVAL,
-        "With --mamba-cache-mode align: also keep recurrent state every so many tokens of a sequence, at which chunks "
-        "of prompts end; 0: only at the other places.",
+        "With --mamba-cache-mode align: also keep recurrent state at each multiple of this number of tokens, where "
+        "chunks of prompts end; 0: only at the other places.",
     )
     kv_offloading_size: float | None = option(
         None,

@@ -170,7 +170,7 @@ _SLASH: Final = re.compile(r"\\.|/", re.DOTALL)
 
 
 def escaped_slashes(pattern: str) -> str:
-    """Return a pattern as it stands between slashes."""
+    """Return a pattern with its slashes escaped, since Lark writes patterns between slashes."""
     return _SLASH.sub(_escaped_slash, pattern)
 
 

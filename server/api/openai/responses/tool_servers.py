@@ -185,7 +185,7 @@ class ToolSession:
             await self._kill()
 
     async def _ask(self, request: Callable[[Any], Awaitable[T]]) -> T:
-        """Return what `request` returns of the client. Raise ToolServerError; the session then begins anew."""
+        """Return what `request` returns of the client. Raise ToolServerError, which ends the session."""
         if self._task is None:
             self._requests = asyncio.Queue()
             self._too_large = asyncio.Event()
@@ -246,7 +246,7 @@ class ToolSession:
 
 
 def _take_exception(task: asyncio.Task[None]) -> None:
-    """Read the exception of a session that was ended, so that it is not reported as one that nobody has seen."""
+    """Read the exception of a session that was ended, so that asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()
 

@@ -272,7 +272,7 @@ def test_a_restored_pool_goes_on_as_the_one_that_was_captured():
 
 
 def full_pool(*kept: tuple[str, int]) -> tuple[BlockPool, list[int]]:
-    """A pool of cached pages, and its blocks; the first ones are kept for keys, so many for each."""
+    """A pool of cached pages, and its blocks, of which the first are kept for keys: the number for each is given."""
     pool = BlockPool(33)
     blocks = take(pool, 32)
     cache(pool, blocks)
