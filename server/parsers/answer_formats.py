@@ -109,14 +109,14 @@ class _ToolTemplate:
             return cls(plain=None, with_tools=None)
         plain = probe(source)
         shown = plain if for_tools == source else probe(for_tools)
-        if shown.tools.definitions or given is not None or _CHATML not in plain.plain:
+        if shown.shows_tools or given is not None or _CHATML not in plain.plain:
             return cls(plain=plain, with_tools=shown)
         built_in = built_in_template("chatml_tools")
         return cls(plain=plain, with_tools=probe(built_in), built_in=built_in)
 
     @property
     def shows_tools(self) -> bool:
-        return self.with_tools is None or self.with_tools.tools.definitions
+        return self.with_tools is None or self.with_tools.shows_tools
 
 
 _BY_TEMPLATE: Final = "as the chat template shows"

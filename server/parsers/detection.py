@@ -58,15 +58,6 @@ _CALL: Final[Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateTools:
-    """What a template shows of tools."""
-
-    definitions: bool
-    calls: bool  # the assistant's earlier calls
-    results: bool  # their results
-
-
-@dataclass(frozen=True, slots=True)
 class Probe:
     """Renderings of one template; empty where it refuses the messages."""
 
@@ -102,15 +93,6 @@ class Probe:
     def has_switch(self) -> bool:
         """Whether the template reads a variable that turns reasoning on and off."""
         return not variables_of(self.source).isdisjoint(_SWITCHES)
-
-    @property
-    def tools(self) -> TemplateTools:
-        """What the template shows of tools."""
-        return TemplateTools(
-            definitions=self.shows_tools,
-            calls=str(_DAYS) in self.with_call,
-            results=_RESULT in self.with_call,
-        )
 
     @property
     def calls(self) -> tuple[str, ...]:
@@ -155,7 +137,7 @@ def tools_of(probe: Probe, preferred: str = "") -> str:
 
     `preferred`: the format of the architecture, which decides between formats that read the call alike.
     """
-    if not probe.tools.definitions:
+    if not probe.shows_tools:
         return ""
     read = {}
     for names, format in _distinct(TOOL_FORMATS, tool_format):

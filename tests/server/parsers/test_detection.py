@@ -20,6 +20,9 @@ from pagoda.server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, reas
 
 FOLDER = Path(__file__).parents[2] / "data" / "chat_templates"
 
+ARGUMENT = "73915"
+"""The argument of the call that the probe has templates show."""
+
 UNKNOWN = "-"
 """The recipe names no format."""
 
@@ -67,9 +70,9 @@ def test_the_tool_format_is_that_of_the_recipe(row: dict[str, str]) -> None:
 
 @each_row("row", lambda: [row for row in rows() if row["tools"] not in ("", UNKNOWN)], ids=lambda row: row["file"])
 def test_a_call_is_shown_and_parsed_back(row: dict[str, str]) -> None:
-    shown = probe(row["file"]).tools
-    assert shown.definitions
-    if shown.calls and row["file"] != "vllm_phi4_mini.jinja":  # which writes Python's dictionaries
+    found = probe(row["file"])
+    assert found.shows_tools
+    if ARGUMENT in found.with_call and row["file"] != "vllm_phi4_mini.jinja":  # which writes Python's dictionaries
         assert calls(tool_format(row["tools"]), row["file"])
 
 
@@ -112,7 +115,7 @@ def reads(format: ReasoningFormat, file: str) -> list[Event]:
 def test_a_template_that_shows_no_tools_has_no_format() -> None:
     source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     found = Probe.of(source, partial(render, source))
-    assert not found.tools.definitions
+    assert not found.shows_tools
     assert tools_of(found, "hermes") == ""
 
 
@@ -121,7 +124,7 @@ def test_a_template_that_cannot_be_probed_shows_tools_if_it_reads_them() -> None
         raise RequestError("messages", "a variable is missing")
 
     found = Probe.of("{{ needed.x.y }}{{ tools }}", refuse)
-    assert found.tools.definitions
+    assert found.shows_tools
     assert tools_of(found, "hermes") == "hermes"
 
 
