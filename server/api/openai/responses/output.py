@@ -475,7 +475,7 @@ class ResponsesBuilder:
         if not output.outputs:
             if self._ending is not None:
                 self._completed_at = int(time.time()) if self._ending == "completed" else None
-                yield from self._close(self._ending, incomplete=self._incomplete)
+                yield from self._close(self._ending, error=self._error, incomplete=self._incomplete)
             return
         self._count(output)
         for completion in output.outputs:
@@ -553,6 +553,16 @@ class ResponsesBuilder:
         self._parser = parser
         self._blocks = BlockBuilder(may_be_empty=True)
         self._logprobs = []
+
+    @property
+    def has_results(self) -> bool:
+        """Whether a call was made."""
+        return any(isinstance(item, McpCallOutput) and item.result is not None for item in self._items)
+
+    def fail_after_calls(self, error: BaseException) -> None:
+        """End a response with an error, and with the calls that were made."""
+        self._ending = "failed"
+        self._error = response_error(error)
 
     def end_after_calls(self, reason: str | None) -> None:
         """End a response whose last output was calls. `reason`: why it is incomplete; None: it is complete."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Final
 
-from pagoda.common.errors import RequestTimeoutError
+from pagoda.common.errors import PagodaError, RequestTimeoutError
 from pagoda.server.api.openai.responses.input import Item, McpApprovalRequestItem, output_items
 from pagoda.server.api.openai.responses.output import McpCallOutput, ResponsesBuilder
 from pagoda.server.api.openai.responses.tool_servers import ToolResult, ToolSessions
@@ -60,11 +60,17 @@ class ToolLoop:
         self._seconds = seconds
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yield (0, output). Raises as Generation.outputs does."""
+        """Yield (0, output). Raises as Generation.outputs does, unless calls were made: then the response has failed,
+        so that the client learns of them."""
         try:
             async with aclosing(self._rounds()) as rounds:
                 async for output in rounds:
                     yield 0, output
+        except PagodaError as error:
+            if not self._builder.has_results:
+                raise
+            self._builder.fail_after_calls(error)
+            yield 0, self._nothing()
         finally:
             await self._sessions.close()
 

@@ -193,6 +193,9 @@ def test_a_stream_ends_properly_if_a_result_does_not_fit_the_context(server: Liv
     assert events[-1]["type"] == "response.failed", events[-1]
     assert "maximum context length is 4096 tokens" in events[-1]["response"]["error"]["message"]
     assert kinds(events[-1]["response"]) == ["mcp_list_tools", "mcp_call"]
+    status, whole = server.post("/v1/responses", body | {"stream": False})
+    assert (status, whole["status"], kinds(whole)) == (200, "failed", ["mcp_list_tools", "mcp_call"])
+    assert whole["error"] == events[-1]["response"]["error"]
     assert server.post("/v1/responses", ask("fine"))[1]["status"] == "completed"
 
 
