@@ -22,6 +22,7 @@ from pagoda.common.engine.sampling.processors import USUAL, SamplerOptions
 from pagoda.common.engine.steps.contract import ShardResults, StepPlan, StepResult, TokenMasks
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.drafters import DrafterSpec
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.transformers_spec import AnySpec
 from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions
@@ -116,6 +117,8 @@ class BackendOptions:
         """Raise ConfigError if drafts or batch invariance are wanted from a model or with settings without them."""
         if self.batch_invariant:
             self._check_batch_invariant()
+        states = {group.spec.drafts for group in self.layout.groups if isinstance(group.spec, StateCache)}
+        assert states <= {self.limits.max_drafts}, "recurrent state has room for the drafts of a step"
         assert self.limits.device_drafts == (self.drafter is not None), "a drafter guesses the drafts of the device"
         if self.limits.max_drafts:
             self._check_drafts()
@@ -130,9 +133,10 @@ class BackendOptions:
                 raise ConfigError("--batch-invariant", reason)
 
     def _check_drafts(self) -> None:
-        if self.layout.has_states:
+        if self.drafter is not None and any(isinstance(cache, StateCache) for cache in self.drafter.caches):
             raise ConfigError(
-                "--speculative-config", "a model with recurrent state cannot take rejected drafts back; drop it"
+                "--speculative-config",
+                "a drafter with recurrent state cannot take its own guesses back; use one with attention alone",
             )
         if self.sampling.has_processors:
             raise ConfigError(

@@ -68,7 +68,7 @@ def snapshots_every(tokens: int) -> StateSnapshots:
 
 def state_layout(block_size: int = 4) -> KvLayout:
     """Recurrent state, and a full cache."""
-    return KvLayout((KvGroup(StateCache(64), (0,)), KvGroup(FullCache(1, 8), (1,), pool=1)), block_size)
+    return KvLayout((KvGroup(StateCache(64, inputs=0), (0,)), KvGroup(FullCache(1, 8), (1,), pool=1)), block_size)
 
 
 def pools_layout(block_size: int = 4) -> KvLayout:
@@ -81,14 +81,14 @@ def mixed_layout(block_size: int = 4) -> KvLayout:
     """Every kind of cache; two groups share a pool of states, and two a pool of K and V."""
     kinds = {
         WindowCache(1, 8, 6): [0, 1],
-        StateCache(64): [2, 3],
+        StateCache(64, inputs=0): [2, 3],
         LatentCache(8, 4): [4],
         FullCache(1, 8): [5],
-        StateCache(32): [6],
+        StateCache(32, inputs=0): [6],
         IndexCache(8): [8],
     }
     layout = layout_of(kinds, block_size)
-    second = KvGroup(StateCache(64), (7,), pool=1)
+    second = KvGroup(StateCache(64, inputs=0), (7,), pool=1)
     return KvLayout((*layout.groups, second), block_size)
 
 

@@ -179,7 +179,7 @@ def array_shapes(spec: CacheSpec, num_blocks: int, block_size: int) -> tuple[tup
         case IndexCache():
             return ((1, slots, spec.head_dim),)
         case StateCache():
-            return ((num_blocks, spec.elements),)
+            return ((num_blocks, spec.block_elements(block_size)),)
         case _:
             assert_never(spec)
 

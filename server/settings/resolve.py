@@ -226,7 +226,11 @@ def resolve(
         dtype=dtype,
         limits=limits,
         layout=kv_layout(
-            spec, limits.block_size, hybrid=hybrid, drafter=() if drafter is None else drafter.spec.caches
+            spec,
+            limits.block_size,
+            hybrid=hybrid,
+            drafter=() if drafter is None else drafter.spec.caches,
+            drafts=limits.max_drafts,
         ),
         generation=generation,
         runner=runner,

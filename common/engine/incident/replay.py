@@ -243,7 +243,7 @@ def _layout(shape: KvShape) -> KvLayout:
             case "window":
                 return WindowCache(1, pool + 1, window)
             case "state":
-                return StateCache(pool + 1)
+                return StateCache(pool + 1, inputs=0)
             case _:
                 return FullCache(1, pool + 1)
 

@@ -13,7 +13,7 @@ groups, one that reads the cache of an earlier layer in none:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pagoda.common.errors import ConfigError
@@ -94,17 +94,21 @@ def block_kind(spec: CacheSpec) -> CacheSpec:
     return FullCache(spec.kv_heads, spec.head_dim) if isinstance(spec, WindowCache) else spec
 
 
-def kv_layout(spec: AnySpec, block_size: int, *, hybrid: bool = True, drafter: tuple[CacheSpec, ...] = ()) -> KvLayout:
+def kv_layout(
+    spec: AnySpec, block_size: int, *, hybrid: bool = True, drafter: tuple[CacheSpec, ...] = (), drafts: int = 0
+) -> KvLayout:
     """Return the groups of a model's layers; those of a pool have equal size, but for the last one of a kind.
 
-    `drafter`: the caches of a drafter model, which are numbered after the model's own.
+    `drafter`: the caches of a drafter model, which are numbered after the model's own. `drafts`: at most so many in a
+    step, for which recurrent state has room.
 
     The size is the smallest number of layers of any kind in the pool, so that no kind wastes more than one group's
     padding. `hybrid` False: one group, in which layers with a window keep every token. Raises ConfigError if the
     caches differ in shape.
     """
     kinds: dict[CacheSpec, list[int]] = {}
-    caches = (*spec.caches, *drafter)
+    states = (replace(cache, drafts=drafts) if isinstance(cache, StateCache) else cache for cache in spec.caches)
+    caches = (*states, *drafter)
     for index, cache in enumerate(caches):
         kinds.setdefault(cache, []).append(index)
     if not hybrid and len(kinds) > 1:

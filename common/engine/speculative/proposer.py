@@ -201,11 +201,13 @@ def draft_room(batch: RunningBatch, rows: Int32, limits: Limits) -> Int32:
     """Return how many drafts each of `rows` may have in the next step, within its length and the token budget.
 
     Rows that compute their newest token have drafts, once no sampling rule depends on the number of their tokens.
+    Recurrent state is kept after newest tokens: none of them may be beyond a border that no step has reached.
     """
     total = batch.total[rows]
     single = (total - batch.computed[rows] == 1) & (total < batch.limit[rows])
     ready = single & (total - batch.inflight[rows] >= batch.drafts_from[rows])
     longest = batch.limit[rows] if limits.max_draft_len is None else np.minimum(batch.limit[rows], limits.max_draft_len)
+    longest = np.minimum(longest, batch.next_border[rows])
     room: Int32 = np.clip(longest - total - 1, 0, limits.max_drafts) * ready
     left = limits.max_num_batched_tokens - np.count_nonzero(single) - (np.cumsum(room) - room)
     room = np.clip(left, 0, room).astype(np.int32)

@@ -71,7 +71,10 @@ class StepPlan:
 
     The block of recurrent state of a sequence holds the state after `context` tokens and is replaced by the state after
     the step; with a context of 0 the state is zero, whatever the block holds. `state_copies` are made first: all
-    sources are read before a destination is written.
+    sources are read before a destination is written. After a step with drafts the block holds the state after the
+    sequence's newest token, and behind it what the next state follows from of each draft (`StateCache.inputs`). The
+    next step of the row runs those of the accepted drafts again before its own tokens: a state takes as much memory as
+    hundreds of inputs, so none is kept for each draft.
 
     Drafts are guesses of the tokens after a sequence's newest: its last `num_drafts` tokens in this step. It samples
     after its newest token and after each draft, always as if the drafts before were right. The first draft is accepted

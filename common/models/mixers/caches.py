@@ -61,19 +61,30 @@ class IndexCache:
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """Recurrent state: `elements` float32 numbers per sequence, in one block. Never shared between sequences."""
+    """Recurrent state: `elements` float32 numbers per sequence, in one block. Never shared between sequences.
+
+    With speculative decoding the inputs of a step's drafts stand behind the state (see StepPlan).
+    """
 
     elements: int
+    inputs: int  # Channels of a token that the next state follows from.
     grouped: int = 0  # Elements of `groups` groups of heads, which several tensor-parallel ranks may read.
+    grouped_inputs: int = 0  # Channels of these groups.
     groups: int = 1
+    drafts: int = 0  # Number of drafts whose inputs a block has room for.
 
     def block_elements(self, block_size: int) -> int:
         """Return the elements per block and layer."""
-        return self.elements
+        return self.elements + self.drafts * self.inputs
 
     def elements_of_rank(self, ranks: int) -> int:
-        """Return the elements on each tensor-parallel rank: with fewer groups than ranks, a group is on several."""
-        return (self.elements - self.grouped) // ranks + self.grouped // min(ranks, self.groups)
+        """Return the elements of a block on each tensor-parallel rank."""
+        state = self._of_rank(self.elements, self.grouped, ranks)
+        return state + self.drafts * self._of_rank(self.inputs, self.grouped_inputs, ranks)
+
+    def _of_rank(self, total: int, grouped: int, ranks: int) -> int:
+        """Return a rank's part of `total`: with fewer groups than ranks, a group is on several."""
+        return (total - grouped) // ranks + grouped // min(ranks, self.groups)
 
 
 CacheSpec = FullCache | WindowCache | LatentCache | IndexCache | StateCache

@@ -51,7 +51,8 @@ class GatedDelta(MixerBase):
 
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the caches kept per sequence: the last inputs of the convolution, then the states of all heads."""
-        return (StateCache(self.tail_elements + self.value_heads * self.key_dim * self.value_dim),)
+        elements = self.tail_elements + self.value_heads * self.key_dim * self.value_dim
+        return (StateCache(elements, inputs=self.channels + 2 * self.value_heads),)
 
     def work(self) -> MixerWork:
         """Return the FLOP of the decay, k S, k u and q S of all heads."""

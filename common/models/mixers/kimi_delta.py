@@ -61,7 +61,8 @@ class KimiDelta(MixerBase):
 
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the caches kept per sequence: the last inputs of the convolution, then the states of all heads."""
-        return (StateCache(self.tail_elements + self.width * self.head_dim),)
+        elements = self.tail_elements + self.width * self.head_dim
+        return (StateCache(elements, inputs=4 * self.width + self.heads),)
 
     def work(self) -> MixerWork:
         """Return the FLOP of the decay, k S, k u and q S of all heads."""

@@ -51,7 +51,7 @@ class LightningAttention(MixerBase):
 
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the cache kept per sequence: the states of all heads."""
-        return (StateCache(self.heads * self.head_dim * self.head_dim),)
+        return (StateCache(self.heads * self.head_dim * self.head_dim, inputs=3 * self.heads * self.head_dim),)
 
     def work(self) -> MixerWork:
         """Return the FLOP of k v and q S of all heads."""

@@ -39,7 +39,7 @@ class Mamba(MixerBase):
 
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the caches kept per sequence: the last inputs of the convolution, then the states of all channels."""
-        return (StateCache(self.channels * (self.taps - 1 + self.state_dim)),)
+        return (StateCache(self.channels * (self.taps - 1 + self.state_dim), inputs=self.channels),)
 
     def work(self) -> MixerWork:
         """Return the FLOP of step v b and S c of all channels."""

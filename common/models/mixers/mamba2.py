@@ -58,8 +58,16 @@ class Mamba2(MixerBase):
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the caches kept per sequence: the last inputs of the convolution, then the states of all heads."""
         elements = self.tail_elements + self.width * self.state_dim
-        states = self.groups * self.state_dim
-        return (StateCache(elements, 2 * states * (self.taps - 1), self.groups),)
+        grouped = 2 * self.groups * self.state_dim
+        return (
+            StateCache(
+                elements,
+                inputs=self.channels + self.heads,
+                grouped=grouped * (self.taps - 1),
+                grouped_inputs=grouped,
+                groups=self.groups,
+            ),
+        )
 
     def work(self) -> MixerWork:
         """Return the FLOP of step v b and S c of all heads."""

@@ -25,7 +25,7 @@ class ShortConvolution(MixerBase):
 
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the cache kept per sequence: the last inputs of the convolution [channels, taps - 1]."""
-        return (StateCache(self.channels * (self.taps - 1)),)
+        return (StateCache(self.channels * (self.taps - 1), inputs=2 * self.channels),)
 
     def work(self) -> MixerWork:
         """Return the FLOP of the convolution."""

@@ -378,7 +378,7 @@ def test_three_layers_of_linear_attention_to_one_of_softmax_attention():
     config = {**GENERATORS["Qwen3-Next-80B-A3B-Instruct"], "num_hidden_layers": 5}
     mixers = spec(config).mixers
     assert [type(mixer) for mixer in mixers] == [GatedDelta] * 3 + [Attention, GatedDelta]
-    assert mixers[0].caches() == (StateCache(32 * 128 * 128 + 3 * 8192),)
+    assert mixers[0].caches() == (StateCache(32 * 128 * 128 + 3 * 8192, inputs=8192 + 2 * 32),)
     rope = Rope(1e7, 64)
     assert mixers[3].ropes() == (rope,)
     assert spec({key: value for key, value in config.items() if key != "partial_rotary_factor"}).ropes == (rope,)

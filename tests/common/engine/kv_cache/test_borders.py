@@ -89,7 +89,7 @@ def test_the_expected_number_of_copies() -> None:
 
 # --- the step loop ---
 
-HYBRID = layout_of({StateCache(64): [0, 1, 2], FullCache(1, 8): [3]}, 16)
+HYBRID = layout_of({StateCache(64, inputs=0): [0, 1, 2], FullCache(1, 8): [3]}, 16)
 ATTENTION = layout_of({FullCache(1, 8): [0, 1]}, 16)
 TRACE = AgentTrace(vocab=50)
 

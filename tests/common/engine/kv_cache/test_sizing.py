@@ -36,7 +36,7 @@ STATE_ELEMENTS = 32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128)
 def qwen3_next() -> KvLayout:
     """36 layers with recurrent state, 12 with K and V of 2 heads."""
     full, state = list(range(3, 48, 4)), [layer for layer in range(48) if layer % 4 != 3]
-    return layout_of({StateCache(STATE_ELEMENTS): state, FullCache(2, 256): full}, 16)
+    return layout_of({StateCache(STATE_ELEMENTS, inputs=0): state, FullCache(2, 256): full}, 16)
 
 
 def block_bytes(layout: KvLayout) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ def test_windows_get_their_blocks_and_full_attention_the_rest():
 
 
 def test_room_for_states_is_that_of_the_scarcest_pool():
-    layout = layout_of({StateCache(10): [0, 1, 2, 3], StateCache(7): [4], FullCache(1, 8): [5]}, 16)
+    layout = layout_of({StateCache(10, inputs=0): [0, 1, 2, 3], StateCache(7, inputs=0): [4], FullCache(1, 8): [5]}, 16)
     assert state_room(layout, num_blocks=(9, 6, 99), block_bytes=(160, 28, 512)) == (188, 5)
 
 

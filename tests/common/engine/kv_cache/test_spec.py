@@ -61,9 +61,9 @@ def test_different_windows_are_different_kinds():
 
 
 def test_each_kind_of_cache_has_blocks_of_its_own_size():
-    layout = layout_of({StateCache(500): [0, 1, 3], LatentCache(32, 8): [2, 4]}, 4)
-    assert layout.groups == (KvGroup(StateCache(500), (0, 1, 3)), KvGroup(LatentCache(32, 8), (2, 4), pool=1))
-    assert layout.pools == (PoolSpec(StateCache(500), 3 * 500), PoolSpec(LatentCache(32, 8), 2 * 160))
+    layout = layout_of({StateCache(500, inputs=0): [0, 1, 3], LatentCache(32, 8): [2, 4]}, 4)
+    assert layout.groups == (KvGroup(StateCache(500, inputs=0), (0, 1, 3)), KvGroup(LatentCache(32, 8), (2, 4), pool=1))
+    assert layout.pools == (PoolSpec(StateCache(500, inputs=0), 3 * 500), PoolSpec(LatentCache(32, 8), 2 * 160))
 
 
 def test_windows_of_another_shape_have_another_pool_and_group_size():
@@ -107,7 +107,7 @@ def test_latents_index_keys_windows_and_full_attention():
 
 
 def test_a_pool_has_blocks_of_one_kind():
-    mixed = KvGroup(LatentCache(32, 8), (0,)), KvGroup(StateCache(500), (1,))
+    mixed = KvGroup(LatentCache(32, 8), (0,)), KvGroup(StateCache(500, inputs=0), (1,))
     with pytest.raises(ValueError, match="caches of one kind"):
         KvLayout(mixed, 4)
     with pytest.raises(ValueError, match="caches of one kind"):
@@ -118,4 +118,4 @@ def test_blocks_of_a_cache():
     assert FullCache(3, 5).block_elements(7) == WindowCache(3, 5, 9).block_elements(7) == 2 * 3 * 5 * 7
     assert LatentCache(32, 8).block_elements(5) == 40 * 5
     assert IndexCache(6).block_elements(5) == 6 * 5
-    assert StateCache(500).block_elements(9) == 500
+    assert StateCache(500, inputs=0).block_elements(9) == 500

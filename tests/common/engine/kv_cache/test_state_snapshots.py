@@ -136,7 +136,7 @@ def test_a_preempted_request_continues_from_a_snapshot() -> None:
 
 def test_states_alone_are_cached_by_prefix() -> None:
     """A model without attention."""
-    engine, _ = core(layout_of({StateCache(9): [0, 1]}, 4), 9)
+    engine, _ = core(layout_of({StateCache(9, inputs=0): [0, 1]}, 4), 9)
     run(engine, a=PROMPT)
     outputs = run(engine, b=PROMPT)["b"]
     assert outputs[0].num_cached_tokens == 16
