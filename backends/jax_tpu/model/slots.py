@@ -127,7 +127,17 @@ class StateStack:
     axes: ClassVar[str] = ".PK.."
 
 
-Stack = KvStack | LatentStack | TailStack | StateStack
+@dataclass(frozen=True, slots=True)
+class DraftStack:
+    """What a recurrence reads of the drafts of a sequence's last step, float32 [L, P, slots * drafts, width]."""
+
+    slots: int
+    drafts: int  # at most, in a step
+    width: int
+    axes: ClassVar[str] = ".PK."
+
+
+Stack = KvStack | LatentStack | TailStack | StateStack | DraftStack
 """What an array of the cache holds, over all its layers L and blocks P. Sizes are of all devices together."""
 
 
