@@ -405,7 +405,7 @@ class RunningBatch:
         self.newest = zeros()  # id of the last token, PREVIOUS while it is in flight
         self.inflight = zeros()  # sampled tokens and drafts not yet reported
         self.drafts_inflight = zeros()  # drafts not yet reported, which `inflight` includes
-        self.state_lag = zeros()  # drafts of the newest step, of which recurrent state has none; rejected ones do not count
+        self.state_lag = zeros()  # computed tokens that recurrent state does not include: drafts of the newest step
         self.drafts_from = zeros()  # known tokens from which on the row may have drafts
         self.num_drafts = zeros()  # drafts of the newest step, planned or to be planned; 0 once one of them is wrong
         self.drafts = np.zeros((max_num_seqs, max_drafts), np.int32)  # their token ids
