@@ -98,7 +98,11 @@ def test_state_is_float32_whatever_the_dtype() -> None:
 
 def test_copies_read_all_sources_before_they_write() -> None:
     """In every array of the pool, also where groups of one pool have different numbers of layers."""
-    groups = KvGroup(StateCache(2, inputs=0), (0,)), KvGroup(FullCache(1, 2), (1,), pool=1), KvGroup(StateCache(2, inputs=0), (2, 3))
+    groups = (
+        KvGroup(StateCache(2, inputs=0), (0,)),
+        KvGroup(FullCache(1, 2), (1,), pool=1),
+        KvGroup(StateCache(2, inputs=0), (2, 3)),
+    )
     layout = KvLayout(groups, 4)
     caches = allocate(layout, (4, 4), torch.float32)
     for layer in (2, 3):
