@@ -67,7 +67,7 @@ class DraftTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class StateReplay:
     """Which tokens a step runs again before its own, and which of its own are drafts."""
 
     most: int  # drafts of a sequence, at most
@@ -87,7 +87,7 @@ class Replay:
         num_seqs: jax.Array,
         seq_ids: jax.Array,
         most: int,
-    ) -> Replay:
+    ) -> StateReplay:
         """Return the replay of a step.
 
         lag int32 [S]: accepted drafts of the step before. num_drafts int32 [S], None: no sequence has drafts.
