@@ -13,7 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagoda.backends.jax_tpu.execution.replay import StateReplay
-from pagoda.backends.jax_tpu.model.slots import DraftStack, KvStack, LatentStack, Stack, StateStack, TailStack
+from pagoda.backends.jax_tpu.model.slots import (
+    LANES,
+    DraftStack,
+    KvStack,
+    LatentStack,
+    Stack,
+    StateStack,
+    TailStack,
+    padded,
+)
 from pagoda.common.config.groups.nested.pooler import PoolingKind
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.pooling.values import PoolPlan
@@ -57,7 +66,7 @@ class KernelChoice:
             case TailStack():
                 shape: tuple[int, ...] = (stack.slots // tensor * stack.rows, stack.width)
             case DraftStack():
-                shape = (stack.slots // tensor * stack.drafts, stack.width)
+                shape = (padded(stack.slots // tensor * stack.drafts * stack.width, LANES),)
             case StateStack():
                 shape = (stack.heads // tensor, stack.key_dim, stack.value_dim)
             case _:

@@ -6,12 +6,15 @@ Computed from sizes and the tensor parallel size, without jax arrays.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import ConfigError
+
+LANES: Final = 128
+"""Columns of a TPU's registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +132,16 @@ class StateStack:
 
 @dataclass(frozen=True, slots=True)
 class DraftStack:
-    """What a recurrence reads of the drafts of a sequence's last step, float32 [L, P, slots * drafts, width]."""
+    """What a recurrence reads of the drafts of a sequence's last step, float32 [L, P, slots * drafts * width].
+
+    On each device the last axis is padded to whole vectors: else a TPU has the blocks as its last axis, to save memory,
+    and XLA copies the array in each step, to find a block's numbers side by side.
+    """
 
     slots: int
     drafts: int  # at most, in a step
     width: int
-    axes: ClassVar[str] = ".PK."
+    axes: ClassVar[str] = ".PK"
 
 
 Stack = KvStack | LatentStack | TailStack | StateStack | DraftStack

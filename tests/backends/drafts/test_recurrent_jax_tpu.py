@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("flax")
 
+import jax
+import jax.numpy as jnp
 import support.devices.jax_devices
 from fakes import snapshots_every
 from support.engines.backend_options import make_options
@@ -18,6 +20,8 @@ from support.engines.reference_driver import random_weights, tiny_spec
 from support.engines.replaying import Replaying, drafting
 
 from pagoda.backends.jax_tpu.backend import create
+from pagoda.backends.jax_tpu.execution.replay import StateReplay, StateRun
+from pagoda.backends.jax_tpu.model.mixers.convolution import convolve
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.models.mixers import (
@@ -32,6 +36,7 @@ from pagoda.common.models.mixers import (
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import ModelSpec
+from pagoda.kernels_pallas.recurrent_state import RecurrentBatch
 
 NORM = Norm(1e-6)
 KINDS: tuple[Mixer, ...] = (
@@ -99,3 +104,33 @@ def test_two_shards_of_two_devices(plain: Run) -> None:
             core.add_request(request)
     assert drained_tokens(core) == {name: plain.tokens[name] for name in names}
     backend.close()
+
+
+def test_drafts_of_a_first_step_begin_at_its_state() -> None:
+    """A convolution that adds ten times the token before; the first sequence begins, the second one has a lag of 2."""
+    lag = jnp.array([0, 2], jnp.int32)
+    query_start = jnp.array([0, 3, 5], jnp.int32)
+    num_drafts = jnp.array([2, 1], jnp.int32)
+    seq_ids = jnp.array([0, 0, 0, 1, 1], jnp.int32)
+    counts = jnp.array([0, 2], jnp.int32)
+    batch = RecurrentBatch(
+        query_start=query_start, blocks=jnp.array([1, 2]), is_first=jnp.array([True, False]), counts=counts
+    )
+    replay = StateReplay.of(
+        lag=lag, num_drafts=num_drafts, query_start=query_start, num_seqs=counts[1], seq_ids=seq_ids, most=2
+    )
+    tails = jnp.full((1, 3, 1, 1), 99.0).at[0, 2].set(3.0)
+    kept = jnp.full((1, 3, 128), 99.0).at[0, 2, :2].set(jnp.array([4.0, 5.0]))
+    x = jnp.array([1.0, 2.0, 3.0, 6.0, 7.0])[:, None, None]
+    taps = jnp.array([[[10.0, 1.0]]])
+
+    def rule(inputs: tuple[jax.Array, ...], states: tuple[jax.Array, ...], run: StateRun):
+        out, tails = convolve(inputs[0], taps, states[0], run)
+        return out, (tails,)
+
+    run = StateRun(batch=batch, layer=jnp.array(0), seq_ids=seq_ids, options={})
+    out, (after, stack) = replay.apply(rule, (x,), (tails, kept), run)
+    assert out.ravel().tolist() == [1, 12, 23, 56, 67]
+    assert after[0, 1:].ravel().tolist() == [1, 6]
+    assert stack[0, 1, :2].tolist() == [2, 3]
+    assert stack[0, 2, 0] == 7
