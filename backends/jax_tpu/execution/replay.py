@@ -32,7 +32,7 @@ class StateRun:
     options: dict[str, Any]  # static arguments of the rule's kernels
 
 
-class StateRule(Protocol):
+class RecurrentRule(Protocol):
     """Return what follows from the tokens [T, ...], and the states after them. inputs: float32 [T, K, n] each."""
 
     def __call__(self, inputs: Arrays, states: States, run: StateRun) -> tuple[jax.Array, States]: ...
@@ -57,7 +57,7 @@ class TokenRanges:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftTokens:
+class DraftRanges:
     """The drafts of a step."""
 
     ranges: TokenRanges
@@ -75,7 +75,7 @@ class StateReplay:
     sources: jax.Array  # int32 [n]: the token among the kept inputs of all sequences [S * most], then the step's tokens
     counts: jax.Array  # int32 [2]: sequences of one token in `ranges` before the first with another number; all
     outputs: jax.Array  # int32 [T]: each of the step's tokens in `ranges`, then those of `drafts`
-    drafts: DraftTokens | None  # None: the step has none
+    drafts: DraftRanges | None  # None: the step has none
 
     @classmethod
     def of(
@@ -113,7 +113,7 @@ class StateReplay:
         limit = size if drafts is None else size + len(drafts.sources)
         return cls(most, ranges, sources, counts, jnp.clip(outputs, 0, limit - 1), drafts)
 
-    def apply(self, rule: StateRule, inputs: Arrays, states: States, run: StateRun) -> tuple[jax.Array, States]:
+    def apply(self, rule: RecurrentRule, inputs: Arrays, states: States, run: StateRun) -> tuple[jax.Array, States]:
         """Apply the rule to the tokens of a step -> what follows from each of them [T, ...], and the states.
 
         inputs: float32 [T, K, n] each. states: those of the rule, then float32 [L, P, >= K * most * sum of n]: per
@@ -153,10 +153,10 @@ class StateReplay:
         return jnp.concatenate([outputs, guessed])[self.outputs], (*after, stack)
 
 
-def _drafts(num_drafts: jax.Array, query_start: jax.Array, tokens: int, most: int) -> DraftTokens:
+def _drafts(num_drafts: jax.Array, query_start: jax.Array, tokens: int, most: int) -> DraftRanges:
     """Return the drafts, int32 [S] of each sequence, which are its last tokens."""
     ranges = TokenRanges.of(num_drafts, min(tokens, len(num_drafts) * most))
     first = query_start[1:] - num_drafts
     sources = jnp.clip(first[ranges.seq_ids] + ranges.offsets, 0, tokens - 1)
     kept = jnp.clip(first[:, None] + jnp.arange(most), 0, tokens - 1)
-    return DraftTokens(ranges, sources, kept, num_drafts)
+    return DraftRanges(ranges, sources, kept, num_drafts)

@@ -42,7 +42,7 @@ class RecurrentModule(MixerModule):
     """A mixer with recurrent state. What it computes from a token alone is computed once, the rule perhaps twice."""
 
     def rule(self, inputs: Arrays, states: States, run: StateRun) -> tuple[jax.Array, States]:
-        """Return the outputs of tokens [T, ...], and the states after them, see `replay.StateRule`."""
+        """Return the outputs of tokens [T, ...], and the states after them, see `replay.RecurrentRule`."""
         raise NotImplementedError
 
     def apply_rule(
