@@ -11,6 +11,7 @@ pytest.importorskip("flax")
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import support.devices.jax_devices
 from fakes import snapshots_every
 from support.engines.backend_options import make_options
@@ -108,28 +109,30 @@ def test_two_shards_of_two_devices(plain: Run) -> None:
 
 def test_drafts_of_a_first_step_begin_at_its_state() -> None:
     """A convolution that adds ten times the token before; the first sequence begins, the second one has a lag of 2."""
-    lag = jnp.array([0, 2], jnp.int32)
     query_start = jnp.array([0, 3, 5], jnp.int32)
-    num_drafts = jnp.array([2, 1], jnp.int32)
     seq_ids = jnp.array([0, 0, 0, 1, 1], jnp.int32)
-    counts = jnp.array([0, 2], jnp.int32)
-    batch = RecurrentBatch(
-        query_start=query_start, blocks=jnp.array([1, 2]), is_first=jnp.array([True, False]), counts=counts
-    )
-    replay = StateReplay.of(
-        lag=lag, num_drafts=num_drafts, query_start=query_start, num_seqs=counts[1], seq_ids=seq_ids, most=2
-    )
-    tails = jnp.full((1, 3, 1, 1), 99.0).at[0, 2].set(3.0)
-    kept = jnp.full((1, 3, 128), 99.0).at[0, 2, :2].set(jnp.array([4.0, 5.0]))
-    x = jnp.array([1.0, 2.0, 3.0, 6.0, 7.0])[:, None, None]
-    taps = jnp.array([[[10.0, 1.0]]])
+    is_first = jnp.array([True, False])
+    batch = RecurrentBatch(query_start, jnp.array([1, 2]), is_first=is_first, counts=jnp.array([0, 2], jnp.int32))
+    tails = np.full((1, 3, 1, 1), 99.0, np.float32)
+    kept = np.full((1, 3, 128), 99.0, np.float32)
+    tails[0, 2] = 3.0
+    kept[0, 2, :2] = 4.0, 5.0
 
     def rule(inputs: tuple[jax.Array, ...], states: tuple[jax.Array, ...], run: StateRun):
-        out, tails = convolve(inputs[0], taps, states[0], run)
-        return out, (tails,)
+        out, after = convolve(inputs[0], jnp.array([[[10.0, 1.0]]]), states[0], run)
+        return out, (after,)
 
-    run = StateRun(batch=batch, layer=jnp.array(0), seq_ids=seq_ids, options={})
-    out, (after, stack) = replay.apply(rule, (x,), (tails, kept), run)
+    @jax.jit
+    def step(x: jax.Array, tails: jax.Array, kept: jax.Array):
+        lag = jnp.array([0, 2], jnp.int32)
+        drafts = jnp.array([2, 1], jnp.int32)
+        replay = StateReplay.of(
+            lag=lag, num_drafts=drafts, query_start=query_start, num_seqs=batch.counts[1], seq_ids=seq_ids, most=2
+        )
+        run = StateRun(batch=batch, layer=jnp.array(0), seq_ids=seq_ids, options={})
+        return replay.apply(rule, (x,), (tails, kept), run)
+
+    out, (after, stack) = step(np.array([1, 2, 3, 6, 7], np.float32)[:, None, None], tails, kept)
     assert out.ravel().tolist() == [1, 12, 23, 56, 67]
     assert after[0, 1:].ravel().tolist() == [1, 6]
     assert stack[0, 1, :2].tolist() == [2, 3]
