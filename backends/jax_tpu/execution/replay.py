@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagoda.backends.jax_tpu.execution.tiles import read_tiles, write_tiles
 from pagoda.kernels_pallas.recurrent_state import Arrays, RecurrentBatch
 
 States: TypeAlias = tuple[jax.Array, ...]
@@ -116,17 +117,16 @@ class StateReplay:
     def apply(self, rule: RecurrentRule, inputs: Arrays, states: States, run: StateRun) -> tuple[jax.Array, States]:
         """Apply the rule to the tokens of a step -> what follows from each of them [T, ...], and the states.
 
-        inputs: float32 [T, K, n] each. states: those of the rule, then float32 [L, P, >= K * most * sum of n]: per
-        block the inputs of drafts.
+        inputs: float32 [T, K, n] each. states: those of the rule, then the stack of tiles that have the inputs
+        of drafts [most, K, sum of n] of each block.
         """
         *own_states, stack = states
         ends = np.cumsum([x.shape[2] for x in inputs])[:-1]
         tokens = jnp.concatenate(inputs, axis=2)
         blocks = run.batch.blocks
         slots, width = tokens.shape[1:]
-        size = slots * self.most * width
-        kept = stack[run.layer, blocks][:, :size].reshape(-1, slots, self.most, width).swapaxes(1, 2)
-        gathered = jnp.concatenate([kept.reshape(-1, slots, width), tokens])[self.sources]
+        kept = read_tiles(stack, run.layer, blocks, (self.most, slots, width)).reshape(-1, slots, width)
+        gathered = jnp.concatenate([kept, tokens])[self.sources]
         options = {**run.options, "decode_only": False}
         first = replace(
             run,
@@ -147,9 +147,8 @@ class StateReplay:
         )
         second = replace(run, batch=batch, seq_ids=drafts.ranges.seq_ids, options=options)
         guessed, after = rule(tuple(jnp.split(tokens[drafts.sources], ends, axis=2)), after, second)
-        new = tokens[drafts.kept].swapaxes(1, 2).reshape(-1, size)
         target = jnp.where(drafts.counts > 0, blocks, stack.shape[1])  # out of bounds: dropped
-        stack = stack.at[run.layer, target].set(jnp.pad(new, ((0, 0), (0, stack.shape[2] - size))), mode="drop")
+        stack = write_tiles(stack, run.layer, target, tokens[drafts.kept])
         return jnp.concatenate([outputs, guessed])[self.outputs], (*after, stack)
 
 

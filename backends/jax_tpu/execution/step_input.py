@@ -13,16 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagoda.backends.jax_tpu.execution.replay import StateReplay
-from pagoda.backends.jax_tpu.model.slots import (
-    LANES,
-    DraftStack,
-    KvStack,
-    LatentStack,
-    Stack,
-    StateStack,
-    TailStack,
-    padded,
-)
+from pagoda.backends.jax_tpu.execution.tiles import tiled_shape
+from pagoda.backends.jax_tpu.model.slots import DraftStack, KvStack, LatentStack, Stack, StateStack, TailStack
 from pagoda.common.config.groups.nested.pooler import PoolingKind
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.pooling.values import PoolPlan
@@ -66,7 +58,7 @@ class KernelChoice:
             case TailStack():
                 shape: tuple[int, ...] = (stack.slots // tensor * stack.rows, stack.width)
             case DraftStack():
-                shape = (padded(stack.slots // tensor * stack.drafts * stack.width, LANES),)
+                shape = tiled_shape(stack.slots // tensor * stack.drafts * stack.width)
             case StateStack():
                 shape = (stack.heads // tensor, stack.key_dim, stack.value_dim)
             case _:

@@ -132,16 +132,12 @@ class StateStack:
 
 @dataclass(frozen=True, slots=True)
 class DraftStack:
-    """What a recurrence reads of the drafts of a sequence's last step, float32 [L, P, slots * drafts * width].
-
-    On each device the last axis is padded to whole vectors: else a TPU has the blocks as its last axis, to save memory,
-    and XLA copies the array in each step, to find a block's numbers side by side.
-    """
+    """What a recurrence reads of the drafts of a sequence's last step, in float32: for each the channels of all slots."""
 
     slots: int
     drafts: int  # at most, in a step
     width: int
-    axes: ClassVar[str] = ".PK"
+    axes: ClassVar[str] = ".PK."  # [L, P, rows, 128], see `execution.tiles`
 
 
 Stack = KvStack | LatentStack | TailStack | StateStack | DraftStack
