@@ -56,7 +56,7 @@ class KernelChoice:
                 latents = self.latent_layout(stack.rank, stack.rope_dim)
                 return jax.ShapeDtypeStruct(latents.shape(1, 1)[2:], latents.word_dtype)
             case TailStack():
-                shape: tuple[int, ...] = (stack.slots // tensor * stack.rows, stack.width)
+                shape: tuple[int, ...] = tiled_shape(stack.slots // tensor * stack.rows * stack.width)
             case DraftStack():
                 shape = tiled_shape(stack.slots // tensor * stack.drafts * stack.width)
             case StateStack():

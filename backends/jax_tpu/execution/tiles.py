@@ -1,7 +1,7 @@
 """Small arrays of a block, flat, in whole tiles of a TPU's registers.
 
-If the last two axes of an array do not fill tiles, a TPU stores it with other axes there, such as that of the blocks, to
-save memory. XLA then copies the array twice in each step, to have the numbers of a block side by side.
+If the last two axes of an array do not fill tiles, a TPU stores it with other axes there, such as that of the blocks,
+to save memory. XLA then copies the array twice in each step, to have the numbers of a block side by side.
 """
 
 from __future__ import annotations

@@ -112,12 +112,12 @@ class LatentStack:
 
 @dataclass(frozen=True, slots=True)
 class TailStack:
-    """The last inputs of a convolution, float32 [L, P, slots * rows, width]: `rows` tokens of each slot's channels."""
+    """The last inputs of a convolution, in float32: for each of `rows` tokens the channels of all slots."""
 
     slots: int
     rows: int
     width: int
-    axes: ClassVar[str] = ".PK."
+    axes: ClassVar[str] = ".PK."  # [L, P, rows, 128], see `execution.tiles`
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class StateStack:
 
 @dataclass(frozen=True, slots=True)
 class DraftStack:
-    """What a recurrence reads of the drafts of a sequence's last step, in float32: for each the channels of all slots."""
+    """What a recurrence reads of the drafts of a sequence's last step, float32: for each the channels of all slots."""
 
     slots: int
     drafts: int  # at most, in a step

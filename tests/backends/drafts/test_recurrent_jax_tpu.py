@@ -113,9 +113,9 @@ def test_drafts_of_a_first_step_begin_at_its_state() -> None:
     seq_ids = jnp.array([0, 0, 0, 1, 1], jnp.int32)
     is_first = jnp.array([True, False])
     batch = RecurrentBatch(query_start, jnp.array([1, 2]), is_first=is_first, counts=jnp.array([0, 2], jnp.int32))
-    tails = np.full((1, 3, 1, 1), 99.0, np.float32)
+    tails = np.full((1, 3, 8, 128), 99.0, np.float32)
     kept = np.full((1, 3, 8, 128), 99.0, np.float32)
-    tails[0, 2] = 3.0
+    tails[0, 2, 0, 0] = 3.0
     kept[0, 2, 0, :2] = 4.0, 5.0
 
     def rule(inputs: tuple[jax.Array, ...], states: tuple[jax.Array, ...], run: StateRun):
@@ -134,6 +134,6 @@ def test_drafts_of_a_first_step_begin_at_its_state() -> None:
 
     out, (after, stack) = step(np.array([1, 2, 3, 6, 7], np.float32)[:, None, None], tails, kept)
     assert out.ravel().tolist() == [1, 12, 23, 56, 67]
-    assert after[0, 1:].ravel().tolist() == [1, 6]
+    assert after[0, 1:, 0, 0].tolist() == [1, 6]
     assert stack[0, 1, 0, :2].tolist() == [2, 3]
     assert stack[0, 2, 0, 0] == 7
