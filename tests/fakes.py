@@ -127,6 +127,8 @@ class FakeRow:
     sampled_at: int = -2
     rejected: int = 0
     """Drafts of its newest step that were wrong."""
+    accepted: int = 0
+    """Likewise those that were right, which recurrent state does not include."""
     had_drafts: bool = False
     digests: list[int] = field(default_factory=list)
     embedded: dict[int, int] = field(default_factory=dict)
@@ -332,6 +334,8 @@ class FakeBackend:
             guesses[index, :count] = row.guesses
             first = len(row.history) - 1
             for group, table in zip(self.layout.groups, plan.block_tables):
+                if isinstance(group.spec, StateCache):
+                    continue
                 for position in range(first, first + count):
                     block = int(table[index, position // self.layout.block_size])
                     assert block != NULL_BLOCK, "a guess has no block"
@@ -418,13 +422,14 @@ class FakeBackend:
                 self.slots[group.pool][block, position % size] = row.digest(position, drafts)
         for group, table in zip(self.layout.groups, plan.block_tables):
             if isinstance(group.spec, StateCache):
-                assert not drafts, "recurrent state cannot take rejected drafts back"
-                self._advance_state(self.slots[group.pool], int(table[index, 0]), row, first, first + len(ids))
+                self._advance_state(self.slots[group.pool], int(table[index, 0]), row, first, len(ids) - len(drafts))
                 assert not table[index, 1:].any(), "a state is one block"
 
-    def _advance_state(self, slots: np.ndarray, block: int, row: FakeRow, first: int, end: int) -> None:
-        assert first == 0 or slots[block, 0] == row.digest(first - 1), "the state is not that of the context"
-        slots[block, 0] = row.digest(end - 1)
+    def _advance_state(self, slots: np.ndarray, block: int, row: FakeRow, first: int, count: int) -> None:
+        """The state before the step lacks the accepted drafts of the row's last one, the state after it the drafts."""
+        included = first - row.accepted
+        assert included == 0 or slots[block, 0] == row.digest(included - 1), "the state is not that of the context"
+        slots[block, 0] = row.digest(first + count - 1)
 
     def _read(self, plan: StepPlan, index: int) -> None:
         """Every slot that any token of this step sees holds the digest of the true history, then of its drafts."""
@@ -456,6 +461,7 @@ class FakeBackend:
         row.history += tokens
         row.sampled_at = plan.step
         row.rejected = 1 + len(drafts) - len(tokens)
+        row.accepted = len(tokens) - 1
         row.had_drafts = row.had_drafts or bool(drafts)
         return tokens
 

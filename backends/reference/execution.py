@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagoda.backends.reference.replay import Replay
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.steps.contract import Int32, StepPlan
@@ -124,6 +125,7 @@ class StateBatch:
 
     blocks: Tensor  # int64 [S] of each sequence
     is_first: Tensor  # bool [S] the sequence has no context, so its state is 0 whatever the block holds
+    replay: Replay | None = None  # None: no sequence has drafts, or had some that were right
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +238,9 @@ class StepBatch:
         return self._tiles[tokens]
 
 
-def make_batch(plan: StepPlan, layout: KvLayout, only: frozenset[int] | None = None) -> StepBatch:
+def make_batch(
+    plan: StepPlan, layout: KvLayout, only: frozenset[int] | None = None, replay: Replay | None = None
+) -> StepBatch:
     """Return the arrays of one step. `only`: the numbers of the views that are read; None: all."""
     lengths = np.diff(plan.query_start)
     owner = np.repeat(np.arange(plan.num_seqs), lengths)
@@ -249,7 +253,7 @@ def make_batch(plan: StepPlan, layout: KvLayout, only: frozenset[int] | None = N
         table = plan.block_tables[group]
         if isinstance(layout.groups[group].spec, StateCache):
             blocks = torch.from_numpy(table[:, 0].astype(np.int64))
-            states[number] = StateBatch(blocks, torch.from_numpy(plan.context == 0))
+            states[number] = StateBatch(blocks, torch.from_numpy(plan.context == 0), replay)
             continue
         views[number] = ViewBatch(
             torch.from_numpy(_slots(table, owner, positions, layout.block_size)),

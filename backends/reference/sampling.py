@@ -51,8 +51,8 @@ RANDOM_ROWS: Final = 16
 class Sampler:
     """Samples one token per sampling row, and one after each of its drafts.
 
-    `last` int32 [rows]: the newest token of each row. `rejected` int32 [rows]: how many drafts of its newest step were
-    wrong. `history` int32 [rows, max_len + 1]: the tokens of each row, then anything.
+    `last` int32 [rows]: the newest token of each row. `accepted` and `rejected` int32 [rows]: how many drafts of its
+    newest step were right and wrong. `history` int32 [rows, max_len + 1]: the tokens of each row, then anything.
     """
 
     def __init__(self, vocab: int, max_rows: int, max_len: int, options: SamplerOptions = USUAL) -> None:
@@ -66,12 +66,14 @@ class Sampler:
         self.rows = RowTable(max_rows)
         self.last = np.zeros(max_rows, np.int32)
         self.rejected = np.zeros(max_rows, np.int32)
+        self.accepted = np.zeros(max_rows, np.int32)
         # The system maps numpy's zeros on the first write; torch would write all of them here.
         self.history = torch.from_numpy(np.zeros((max_rows, max_len + 1), np.int32))
 
     def start(self, start: RowStart) -> None:
         """Replace the state of a row that a request takes."""
         self.rows.start(start, self.vocab)
+        self.accepted[start.row] = 0
         self.history[start.row, : len(start.token_ids)] = torch.tensor(start.token_ids)
 
     def resolve(self, plan: StepPlan) -> StepPlan:
@@ -150,6 +152,7 @@ class Sampler:
         sampling = np.flatnonzero(plan.samples)
         self.last[plan.rows[sampling]] = token_ids[sampling, accepted[sampling]]
         self.rejected[plan.rows[sampling]] = rejected[sampling]
+        self.accepted[plan.rows[sampling]] = accepted[sampling]
         blocks: dict[int, list[TokenLogprobs]] = {}
         for index, block in logprobs.items():
             if after[index] <= accepted[sequences[index]]:

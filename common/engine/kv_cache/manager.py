@@ -545,15 +545,12 @@ class RunningBlocks:
         """Put the recurrent state of the rows that are at a border into the prefix cache, before it is replaced."""
         batch = self._batch
         rows = batch.order
-        lag = batch.state_lag[rows]
-        states = batch.computed[rows] - lag  # the tokens that each row's state includes
-        is_certain = batch.drafts_inflight[rows] <= lag  # drafts of earlier steps might still be rejected
-        for i in np.flatnonzero((states >= batch.next_border[rows]) & is_certain).tolist():
-            row = int(rows[i])
+        # No draft is computed before a border is reached, so the newest step of these rows had none.
+        for row in rows[batch.computed[rows] == batch.next_border[rows]].tolist():
             request = batch.request_at(row)
-            if states[i] == batch.next_border[row]:
-                self._kv.snapshot(request, int(states[i]))
-            batch.next_border[row] = self._kv.next_border(request, int(states[i]))
+            border = int(batch.computed[row])
+            self._kv.snapshot(request, border)
+            batch.next_border[row] = self._kv.next_border(request, border)
 
     def register_chunks(self, rows: Int32, tokens: Int32, drafts: Int32 | None) -> None:
         """Enter the pages that prompt chunks fill in the next step into the prefix cache; no preemption follows.

@@ -368,7 +368,7 @@ def queue_rank(request: EngineRequest, policy: str, number: int) -> tuple[float,
 
 STATE_ARRAYS: Final = (
     *("computed", "total", "prefill_end", "limit", "token_cost", "capacity", "newest", "inflight", "drafts_inflight"),
-    *("state_lag", "drafts_from", "num_drafts", "num_guesses", "next_page", "next_border", "epoch"),
+    *("drafts_from", "num_drafts", "num_guesses", "next_page", "next_border", "epoch"),
 )
 """Arrays of RunningBatch that BatchState has; the others follow from the requests, or from tokens."""
 
@@ -405,7 +405,6 @@ class RunningBatch:
         self.newest = zeros()  # id of the last token, PREVIOUS while it is in flight
         self.inflight = zeros()  # sampled tokens and drafts not yet reported
         self.drafts_inflight = zeros()  # drafts not yet reported, which `inflight` includes
-        self.state_lag = zeros()  # drafts of the newest step, of which recurrent state has none; rejected ones do not count
         self.drafts_from = zeros()  # known tokens from which on the row may have drafts
         self.num_drafts = zeros()  # drafts of the newest step, planned or to be planned; 0 once one of them is wrong
         self.drafts = np.zeros((max_num_seqs, max_drafts), np.int32)  # their token ids
@@ -464,7 +463,7 @@ class RunningBatch:
         self.limit[row] = request.limit
         self.token_cost[row] = request.token_cost
         self.newest[row] = request.tokens[-1]
-        self.inflight[row] = self.drafts_inflight[row] = self.state_lag[row] = self.num_guesses[row] = 0
+        self.inflight[row] = self.drafts_inflight[row] = self.num_guesses[row] = 0
         self.drafts_from[row] = len(request.prompt) + request.drafts_from
         self.next_page[row] = NEVER
         self.next_border[row] = NEVER
@@ -562,7 +561,6 @@ class RunningBatch:
         self.total[sampling] += 1
         self.inflight[sampling] += 1
         self.newest[sampling] = PREVIOUS
-        self.state_lag[rows] = 0 if drafts is None else drafts
         if drafts is not None:
             self.total[rows] += drafts
             self.inflight[rows] += drafts
@@ -583,7 +581,6 @@ class RunningBatch:
         """
         self.inflight[rows] -= drafts
         self.drafts_inflight[rows] -= drafts
-        self.state_lag[rows] -= rejected * (self.inflight[rows] == 1)  # no other step of the row is in flight
         self.computed[rows] -= rejected
         self.total[rows] -= rejected
         self.num_drafts[rows[rejected > 0]] = 0

@@ -167,7 +167,7 @@ class Traffic(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold if chunked else 0,
             policy=policy,
             async_scheduling=ahead,
-            max_drafts=0 if any(isinstance(pool.kind, StateCache) for pool in layout.pools) else min(drafts, 5),
+            max_drafts=min(drafts, 5),
         )
         states = (isinstance(pool.kind, StateCache) for pool in layout.pools)
         blocks = tuple(num_states if state else num_blocks for state in states)

@@ -50,6 +50,7 @@ from pagoda.common.models.mixers import (
     Recurrent,
     ShortConvolution,
 )
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 
@@ -60,16 +61,22 @@ SpecT = TypeVar("SpecT", bound=Recurrent)
 class PagedStates:
     """States in the blocks of a cache."""
 
-    array: Tensor  # float32 [P, elements]
+    array: Tensor  # float32 [P, elements and kept inputs]
+    cache: StateCache
     batch: StepBatch
     view: int
     rotations: Rotations
 
     def update(self, inputs: Inputs, mix: Mix) -> Tensor:
         """Return the outputs [T, channels] of inputs [T, ...]; replace the states."""
-        states = self.array
+        states = self.array[:, : self.cache.elements]
         view = self.batch.states[self.view]
         before = states[view.blocks].masked_fill_(view.is_first[:, None], 0)
+        if view.replay is not None:
+            kept = self.array[view.blocks, self.cache.elements :].unflatten(1, (-1, self.cache.inputs))
+            out, states[view.blocks] = view.replay.update(inputs, mix, before, kept)
+            self.array[view.blocks, self.cache.elements :] = kept.flatten(1)
+            return out
         parts = []
         count = self.batch.num_decodes
         if count:
@@ -237,10 +244,11 @@ def _recurrent_ops(
 
     def paged(spec: SpecT, layer: RecurrentMixer, caches: tuple[int, ...], build: MixerBuild) -> MixerStep:
         (number,) = caches
+        (cache,) = spec.caches()
 
         def step(x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache], rotations: Rotations) -> Tensor:
             (states,) = caches[number].arrays
-            return layer(x, PagedStates(states, batch, caches[number].view, rotations))
+            return layer(x, PagedStates(states, cache, batch, caches[number].view, rotations))
 
         return step
 

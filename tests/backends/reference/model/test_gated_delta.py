@@ -80,7 +80,7 @@ def test_chunks_equal_tokens_one_by_one(tokens: int, decay: float) -> None:
 
 def test_the_cache_holds_the_end_of_the_convolution_and_a_state_per_value_head() -> None:
     layout = kv_layout(SPEC, 4)
-    assert layout.groups == (KvGroup(StateCache(ELEMENTS, inputs=0), (0, 2)), KvGroup(FullCache(2, 16), (1,), pool=1))
+    assert layout.groups == (KvGroup(StateCache(ELEMENTS, inputs=64), (0, 2)), KvGroup(FullCache(2, 16), (1,), pool=1))
     assert layout.pools[0].block_elements == 2 * ELEMENTS
 
 
@@ -98,7 +98,11 @@ def test_state_is_float32_whatever_the_dtype() -> None:
 
 def test_copies_read_all_sources_before_they_write() -> None:
     """In every array of the pool, also where groups of one pool have different numbers of layers."""
-    groups = KvGroup(StateCache(2, inputs=0), (0,)), KvGroup(FullCache(1, 2), (1,), pool=1), KvGroup(StateCache(2, inputs=0), (2, 3))
+    groups = (
+        KvGroup(StateCache(2, inputs=0), (0,)),
+        KvGroup(FullCache(1, 2), (1,), pool=1),
+        KvGroup(StateCache(2, inputs=0), (2, 3)),
+    )
     layout = KvLayout(groups, 4)
     caches = allocate(layout, (4, 4), torch.float32)
     for layer in (2, 3):

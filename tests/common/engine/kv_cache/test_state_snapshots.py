@@ -7,6 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from fakes import FakeBackend, mixed_layout, scrambled, snapshots_every, state_layout
+from support.engines.replaying import Replaying, Wrong, drafting
 from support.suite.rows import each_row
 
 from pagoda.common.config.engine import Limits
@@ -67,6 +68,33 @@ def test_generated_tokens_are_cached_too() -> None:
     outputs = run(engine, b=longer)["b"]
     assert outputs[0].num_cached_tokens == 24
     assert tokens(outputs) == answer(longer)
+
+
+@each_row("ahead", [False, True])
+@each_row("wrong", [lambda name, place: False, lambda name, place: place % 5 == 3])
+def test_drafts_do_not_pass_the_next_snapshot(ahead: bool, wrong: Wrong) -> None:
+    """A state after drafts is kept nowhere: the newest token of a step stands before each snapshot."""
+    limits = Limits(
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        block_size=4,
+        snapshots=snapshots_every(4),
+        async_scheduling=ahead,
+        max_drafts=5,
+    )
+    backend = FakeBackend(state_layout(), next_token=scrambled)
+    longer = PROMPT + answer(PROMPT) + [3]
+    proposer = Replaying({"a": answer(PROMPT), "b": answer(longer)}, wrong=wrong)
+    engine = generation_core(backend, backend.layout, limits, backend.num_blocks, drafting(proposer, 50))
+    assert tokens(run(engine, a=PROMPT)["a"]) == answer(PROMPT)
+    outputs = run(engine, b=longer)["b"]
+    assert outputs[0].num_cached_tokens == 28
+    assert tokens(outputs) == answer(longer)
+    assert sum(map(bool, (plan.state_copies for plan in backend.plans))) == 10
+    drafts = engine.stats.drafts
+    assert drafts is not None
+    assert drafts.num_accepted > 5
 
 
 def test_a_chunk_ends_at_each_snapshot() -> None:
