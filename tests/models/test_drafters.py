@@ -13,6 +13,7 @@ import torch
 import transformers
 from models.cases import tiny
 from safetensors.torch import load_file, save_file
+from support.checkpoints.quantized_folder import compressed_tensors, write_quantized
 from torch import Tensor
 
 from pagoda import LLM, SamplingParams
@@ -247,3 +248,14 @@ def test_the_module_of_a_multimodal_checkpoint(tmp_path: Path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(whole))
     settings = {"method": "mtp", "num_speculative_tokens": 2}
     assert outputs(tmp_path / "model", speculative_config=settings) == outputs(tmp_path / "model")
+
+
+def test_a_quantised_module(tmp_path: Path):
+    """The model's layer 0, by whose name the rules know the module's, is not quantised."""
+    CASES["beside recurrent layers"].save(tmp_path / "dense")
+    add_layer(tmp_path / "dense", tmp_path / "oracle", MODULE)
+    config = compressed_tensors(ignore=["lm_head", "model.layers.0"])
+    folder, twin = write_quantized(tmp_path / "dense", tmp_path / "model", config, kept=r"lm_head|model\.layers\.0\.")
+    assert "mtp.layers.0.mlp.up_proj.weight_scale" in load_file(folder / "model.safetensors")
+    settings = {"method": "mtp", "num_speculative_tokens": 2}
+    assert outputs(folder, speculative_config=settings) == outputs(twin)
