@@ -292,6 +292,22 @@ def test_ranks_guess_the_same_as_one(name: str, plain: Run):
         assert all(defined_guesses(name, tuple(tokens))[: len(guessed)] == guessed for tokens, guessed in ran.guesses)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_that_pad_a_head_are_never_guessed(size: int):
+    """All scores of its 40 tokens are below 0, what padding would have."""
+    drafter = DRAFTERS["attended"]
+    own = random_drafter(drafter)
+    own["layers.0.ffn.down_bias"][0] = 1000  # the first channel of all hidden states is positive
+    own["layers.0.norms.after_ffn"][0] = 1000
+    own["final_norm"][:] = 1
+    own["head"][:] = 0
+    own["head"][:, 0] = -1 - np.arange(40) % 7
+    own["head"][29, 0] = -0.5
+    every = on_ranks(size, lambda comm: run(make_core("torch_cuda", drafter, own=own, comm=comm), ["greedy"]))
+    for ran in every:
+        assert {token for _, guessed in ran.guesses for token in guessed} == {29 + int(own["target_ids"][29])}
+
+
 def first_layer_alone() -> Weights:
     """Weights with which the second layer adds nothing: the target is the drafter "language", if that has them too."""
     ends = ("mixers.0.o", "ffn.down", "ffn.down_bias")
