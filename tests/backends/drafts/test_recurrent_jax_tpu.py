@@ -55,12 +55,12 @@ DRAFTS = 3
 assert support.devices.jax_devices.DEVICES >= 4
 
 
-def model() -> ModelSpec:
+def model(kinds: tuple[Mixer, ...]) -> ModelSpec:
     layer = tiny_spec().layers[0]
-    return replace(tiny_spec(), layers=tuple(replace(layer, mixers=(kind,)) for kind in KINDS))
+    return replace(tiny_spec(), layers=tuple(replace(layer, mixers=(kind,)) for kind in kinds))
 
 
-SPEC = model()
+SPEC = model(KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -90,20 +90,22 @@ def test_drafts_change_no_token(plain: Run, pattern: str, ahead: bool) -> None:
     assert ran.cached > 0
 
 
-def test_two_shards_of_two_devices(plain: Run) -> None:
-    limits = replace(JAX_LIMITS, max_drafts=DRAFTS, **KEPT)
-    layout = kv_layout(SPEC, limits.block_size, drafts=DRAFTS)
-    blocks = (40,) * len(layout.pools)
-    backend = create(make_options(SPEC, limits=limits, layout=layout, tensor=2, data=2))
-    backend.load(random_weights(SPEC))
-    backend.init_cache(blocks)
-    proposer = Replaying(plain.tokens, mixed, some_drafts)
-    core = sharded_core(backend, layout, limits, blocks, 2, make_scheduler=drafting(proposer, SPEC.vocab))
+def test_two_shards_of_two_devices() -> None:
+    """Heads in slots, attention, and channels whose sums cross the devices."""
+    spec = model((KINDS[0], KINDS[2], KINDS[5]))
     names = [name for name in NAMES if name != "guided"]
-    for request in requests(NAMES):
-        if request.request_id in names:
-            core.add_request(request)
-    assert drained_tokens(core) == {name: plain.tokens[name] for name in names}
+    want = run("reference", names=names, spec=spec, **KEPT).tokens
+    limits = replace(JAX_LIMITS, max_drafts=DRAFTS, **KEPT)
+    layout = kv_layout(spec, limits.block_size, drafts=DRAFTS)
+    blocks = (40,) * len(layout.pools)
+    backend = create(make_options(spec, limits=limits, layout=layout, tensor=2, data=2))
+    backend.load(random_weights(spec))
+    backend.init_cache(blocks)
+    proposer = Replaying(want, mixed, some_drafts)
+    core = sharded_core(backend, layout, limits, blocks, 2, make_scheduler=drafting(proposer, spec.vocab))
+    for request in requests(names):
+        core.add_request(request)
+    assert drained_tokens(core) == want
     backend.close()
 
 
