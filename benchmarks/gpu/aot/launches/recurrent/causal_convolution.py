@@ -34,7 +34,15 @@ def _build(dtype: torch.dtype, channels: int, taps: int, gated: bool, tokens: in
     }
     constants: dict[str, Any] = {
         **dict.fromkeys(absent),
-        **{"C": channels, "E": channels * taps, "TAPS": taps, "BLOCK_C": CHANNELS, "BLOCK_T": tokens, "CHUNK": CHUNK},
+        **{
+            "C": channels,
+            "E": channels * taps,
+            "TAPS": taps,
+            "BLOCK_C": CHANNELS,
+            "BLOCK_T": tokens,
+            "CHUNK": CHUNK,
+            "KEEP": True,
+        },
     }
     signature = {name: kind for name, kind in kinds.items() if name not in absent}
     return Launch(convolve, signature, constants, num_warps=warps, num_stages=3)

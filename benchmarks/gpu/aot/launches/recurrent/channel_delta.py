@@ -58,5 +58,6 @@ def _build(kernel: Any, dtype: torch.dtype, warps: int, stages: int, out: str | 
         "out": "*fp32" if kernel is log_decays else out or kind,
     }
     signature = arguments_of(kernel, everything)
-    constants = constants_of(kernel, _SPEC, **others)
+    (cache,) = _SPEC.caches()
+    constants = constants_of(kernel, _SPEC, E=cache.elements, KEEP=True, **others)
     return Launch(kernel, signature, constants, warps, stages, hot=dtype != torch.float32)

@@ -56,7 +56,8 @@ def _launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
 
 def _of_model(spec: GatedDelta, dtype: torch.dtype, chip: Chip) -> Iterator[tuple[str, Launch]]:
     kind = f"*{TRITON_TYPES[dtype]}"
-    shapes = shape_constants(spec)
+    (cache,) = spec.caches()
+    shapes = shape_constants(spec, cache.elements)
     hot = dtype != torch.float32
     small = dict.fromkeys(("scalars", "decay_rate", "decay_offset"), kind)
     per_step = {**dict.fromkeys(("tables", "query_start", "kv_lens", "chunks"), "*i32"), "table_stride": "i32"}

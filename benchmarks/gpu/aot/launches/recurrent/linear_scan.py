@@ -63,7 +63,7 @@ def _of_model(shape: ScanShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
     def build(kernel: Any, warps: int, stages: int = 3, **others: Any) -> Launch:
         signature = {arg: everything[arg] for arg in kernel.arg_names if arg in everything and arg not in absent}
         missing = {arg: None for arg in absent if arg in kernel.arg_names}
-        constants = {**missing, **constants_of(kernel, shape, **others)}
+        constants = {**missing, **constants_of(kernel, shape, E=shape.elements, KEEP=True, **others)}
         return Launch(kernel, signature, constants, warps, stages, hot=dtype != torch.float32)
 
     yield "step", build(step, STEP_WARPS, BLOCK_V=STEP_VALUES)
