@@ -17,6 +17,7 @@ from pagoda.backends.reference.execution import Embedded
 from pagoda.backends.torch_cuda.attention_backends.protocol import DecodeStep, PlannedDecode
 from pagoda.backends.torch_cuda.execution.drafting import DraftPasses, DraftStep
 from pagoda.backends.torch_cuda.execution.mixed_steps import MixedBuffers
+from pagoda.backends.torch_cuda.execution.replay import ReplayPlan, ReplayPlanner, plan_decodes
 from pagoda.backends.torch_cuda.execution.step_input import (
     CudaStepBatch,
     CudaStepShape,
@@ -25,6 +26,7 @@ from pagoda.backends.torch_cuda.execution.step_input import (
     logits_indices,
     make_batch,
     pack,
+    pack_replay,
     pack_rounds,
     round_up,
     table_width,
@@ -275,7 +277,8 @@ class QueuedStep:
     width: int  # rows of logits per sequence
     rows: int  # of logits, padding included
     rounds: tuple[tuple[Int32, Int32], ...] = ()  # of latent prefill
-    chunks: Int32 | None = None  # of recurrent mixers, if the model has any
+    chunks: Int32 | None = None  # of recurrent mixers, if the model has any and the engine no drafts
+    replay: ReplayPlan | None = None  # of recurrent mixers in an engine with drafts
     graph: int | None = None  # tokens of the captured prefill or mixed step; None: another kind of step
 
     @property
@@ -299,6 +302,9 @@ class Runner:
         self._tile = tile
         self._round_tokens = round_tokens
         self._has_states = layout.has_states
+        parts = programs.parts
+        replayed = parts.buffers.replayed
+        self._replays = ReplayPlanner(len(parts.sampler.rows), replayed) if replayed else None
         self._staging = Staging(stream)
         self._planner = WorkPlanner()
 
@@ -310,12 +316,16 @@ class Runner:
         parts = self.programs.parts
         for start in plan.starts:
             parts.sampler.start(start)
+            if self._replays is not None:
+                self._replays.start(start.row)
         copy_states(plan.state_copies, self._layout, parts.caches)
         step = self._padded(plan, eager=eager)
         packed = self._send(step)
         hidden, left = self._forward(step, packed)
         scores = self._score_prompts(step, packed, hidden) if hidden is not None else ()
         self._staging.mark_read()
+        if self._replays is not None:
+            self._replays.finish(plan)
         pending = PendingStep(plan, prompt_scores=scores)
         if plan.masked is not None:
             pending.sample = partial(self._sample_and_draft, step, left)
@@ -374,18 +384,20 @@ class Runner:
         guesses = sampler.newest.guesses is not None
         pieces = self.programs.parts.buffers.pieces
         if plan.num_tokens == plan.num_seqs or (width > 1 and self._has_graph(plan, lengths, width)):
-            slots = self.programs.adapters
+            replayed = self.programs.parts.buffers.replayed
             shape = decode_shape(
                 size,
                 groups,
                 table,
                 drafts=drafts,
                 query_len=width,
-                adapters=slots,
+                adapters=self.programs.adapters,
                 guesses=guesses,
                 pieces=pieces.get(size, 0),
+                replayed=replayed,
             )
-            return QueuedStep(plan, shape, size, None, width, shape.rows)
+            replay = plan_decodes(size, replayed, has_drafts=width > 1) if replayed else None
+            return QueuedStep(plan, shape, size, None, width, shape.rows, replay=replay)
         num_decodes = int(np.flatnonzero(lengths != 1)[0])
         tiles = make_tiles(lengths, num_decodes, self._tile, plan.context + lengths)
         if not eager and (graph := self._mixed_graph(plan, len(tiles), size)) is not None:
@@ -397,7 +409,8 @@ class Runner:
         kv_lens = plan.context + lengths
         rounds = tuple(plan_rounds(kv_lens, num_decodes, capacity)) if capacity else ()
         blocks = tuple(len(blocks) for blocks, _ in rounds)
-        chunks = make_tiles(lengths, num_decodes, CHUNK) if self._has_states else None
+        replay = None if self._replays is None else self._replays.plan(plan, TOKEN_ALIGN)
+        chunks = make_tiles(lengths, num_decodes, CHUNK) if self._has_states and replay is None else None
         shape = CudaStepShape(
             tokens,
             plan.num_seqs,
@@ -412,8 +425,9 @@ class Runner:
             guesses=guesses,
             pieces=pieces.get(self.programs.graph_sizes.bucket_for(num_decodes), 0) if num_decodes else 0,
             decodes=num_decodes,
+            replay=None if replay is None else replay.shape,
         )
-        return QueuedStep(plan, shape, num_decodes, tiles, width, shape.rows, rounds, chunks)
+        return QueuedStep(plan, shape, num_decodes, tiles, width, shape.rows, rounds, chunks, replay)
 
     def _mixed_graph(self, plan: StepPlan, tiles: int, rows: int) -> int | None:
         """Return the tokens of the captured step that computes a prefill or mixed step, or None."""
@@ -453,6 +467,8 @@ class Runner:
             pack_rounds(flat, shape, list(step.rounds))
             if step.chunks is not None:
                 shape.sections["chunks"].of(flat)[:] = step.chunks
+        if step.replay is not None and self._replays is not None:
+            pack_replay(flat, shape, plan, step.replay, self._replays.lag_rows(plan, shape.seqs))
         return self._staging.send()
 
     def _forward(self, step: QueuedStep, packed: Tensor) -> tuple[Tensor | None, DraftStep | None]:

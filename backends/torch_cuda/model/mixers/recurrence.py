@@ -17,6 +17,7 @@ from pagoda.backends.torch_cuda.kernels.recurrent.gated_norm import GatedNorm, a
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaCache
 from pagoda.backends.torch_cuda.model.mixers.interface import CudaMixerOps, RotaryTables
+from pagoda.backends.torch_cuda.model.mixers.replay import ReplayedRule, ReplayStep
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
 from pagoda.backends.torch_decoder.mixers.recurrence import (
     Gate,
@@ -28,6 +29,7 @@ from pagoda.backends.torch_decoder.mixers.recurrence import (
 from pagoda.backends.torch_decoder.ops import Linear, MixerStep
 from pagoda.backends.torch_decoder.packed import PackedPrompts
 from pagoda.common.models.mixers import Recurrent
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 
@@ -37,16 +39,19 @@ SpecT = TypeVar("SpecT", bound=Recurrent)
 class CudaPagedRecurrence:
     """One layer over the sequences' states."""
 
-    def __init__(self, layer: RecurrentMixer, number: int) -> None:
-        """`number`: of its cache."""
+    def __init__(self, layer: RecurrentMixer, number: int, elements: int) -> None:
+        """`number`: of its cache; `elements`: of the state of a sequence."""
         self.layer = layer
         self.number = number
+        self.elements = elements
 
     def __call__(self, x: Tensor, batch: CudaStepBatch, caches: Mapping[int, CudaCache]) -> Tensor:
         """Return [T, D] of x [T, D]."""
         cache = caches[self.number]
         assert isinstance(cache, CudaArrayCache), "a recurrence keeps states"
         tables = batch.groups[cache.group].tables
+        if batch.replay is not None:
+            return self.layer(x, ReplayStep(cache.array, self.elements, tables, batch.replay, batch.positions))
         step = StateStep(
             cache.array,
             tables,
@@ -157,7 +162,7 @@ class RankLayer(Generic[SpecT]):
         weights = None if norm is None else NormWeights(self.tensor(name), norm.eps, norm.unit_offset)
         use_kernel = self.build.device.use_kernels
 
-        def rotated(x: Tensor, step: StateStep) -> Tensor:
+        def rotated(x: Tensor, step: StateStep | ReplayStep) -> Tensor:
             assert step.positions is not None, "the step has positions"
             heads = x.shape[1] // head_dim
             return rope_queries(
@@ -188,17 +193,27 @@ def recurrent_ops(
     matrices: frozenset[str],
     small_matrices: frozenset[str] = frozenset(),
     key_heads: Callable[[SpecT], int] = lambda spec: 1,
+    dropped: frozenset[int] = frozenset(),
+    rule_maps: bool = False,
 ) -> CudaMixerOps[SpecT]:
-    """Return what the backend knows of a kind with recurrent state. `mixer`: its projections; `rule`: its kernels."""
+    """Return what the backend knows of a kind with recurrent state. `mixer`: its projections; `rule`: its kernels.
+
+    `dropped`: numbers of the rule's projections that no state follows from. `rule_maps`: the rule applies linear maps
+    that may have adapters.
+    """
 
     def make(spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str) -> RecurrentMixer:
         own = RankLayer(spec, ops, tables, build, prefix)
-        return mixer(spec, own, rule(spec, own))
+        adapters = build.adapters if rule_maps else None
+        return mixer(spec, own, ReplayedRule(rule(spec, own), dropped, adapters))
 
     def paged(
         spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str, numbers: tuple[int, ...]
     ) -> MixerStep:
-        return CudaPagedRecurrence(make(spec, tables, build, prefix), numbers[0])
+        (cache,) = spec.caches()
+        assert isinstance(cache, StateCache), "a recurrence keeps states"
+        layer = make(spec, tables, build, prefix)
+        return CudaPagedRecurrence(layer, numbers[0], cache.elements_of_rank(build.comm.size))
 
     def packed(
         spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str, shared: int | None
