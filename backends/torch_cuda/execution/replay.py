@@ -106,6 +106,7 @@ class CudaReplay:
     """The calls of a step, for all layers."""
 
     inputs: int  # K
+    blocks: Tensor  # int32 [G, S, 1]: first block of each sequence in each KV group, the null block for padding
     first: RuleCall
     sources: Tensor  # int64 [R]: of each row of `first` its row in the kept inputs [S * K], then the step's tokens [T]
     outputs: Tensor  # int64 [T]: of each token its row in the outputs of `first`, then of `drafts`
@@ -123,10 +124,12 @@ class StepSequences:
     lags: Tensor  # [S]: drafts of the last step that run again
     drafts: Tensor | None  # [S]: the last tokens; None: none has any
     of_tokens: Tensor  # [T]: sequence of each token
+    tables: Tensor  # int32 [G, S, W]: block tables, with any blocks for padding
 
 
 def make_replay(shape: ReplayShape, sequences: StepSequences, chunks: Tensor, draft_chunks: Tensor) -> CudaReplay:
     """Return the calls of a step."""
+    blocks = torch.where(sequences.counts[:, None] > 0, sequences.tables[:, :, :1], 0)
     own = sequences.counts if sequences.drafts is None else sequences.counts - sequences.drafts
     first = sequences.first_tokens
     lags = sequences.lags
@@ -143,14 +146,16 @@ def make_replay(shape: ReplayShape, sequences: StepSequences, chunks: Tensor, dr
     places = torch.arange(len(of_tokens), device=first.device) - first.index_select(0, of_tokens)
     outputs = places + (start[:-1] + lags).index_select(0, of_tokens)
     if sequences.drafts is None:
-        return CudaReplay(shape.inputs, call, sources, outputs.clamp_(min=0, max=shape.rows - 1), None, None)
+        return CudaReplay(shape.inputs, blocks, call, sources, outputs.clamp_(min=0, max=shape.rows - 1), None, None)
     first_drafts = first + own
     drafts, draft_start = _drafts(shape, sequences, first_drafts, draft_chunks)
     behind = places - own.index_select(0, of_tokens)
     of_drafts = behind + draft_start[:-1].index_select(0, of_tokens) + shape.rows
     outputs = torch.where(behind < 0, outputs, of_drafts).clamp_(min=0, max=shape.rows + shape.draft_rows - 1)
     kept = first_drafts[:, None] + torch.arange(shape.inputs, device=first.device)
-    return CudaReplay(shape.inputs, call, sources, outputs, drafts, kept.flatten().clamp_(max=len(of_tokens) - 1))
+    return CudaReplay(
+        shape.inputs, blocks, call, sources, outputs, drafts, kept.flatten().clamp_(max=len(of_tokens) - 1)
+    )
 
 
 def _drafts(

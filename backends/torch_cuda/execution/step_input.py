@@ -370,11 +370,13 @@ def make_batch(
         chunks=shape.sections["chunks"].of(packed) if shape.chunks else None,
         adapter_slots=shape.vector(packed, "adapter_slots") if adapted else None,
         work=_work(shape, packed),
-        replay=_replay(shape, packed, before, kv_lens),
+        replay=_replay(shape, packed, tables, before, kv_lens),
     )
 
 
-def _replay(shape: CudaStepShape, packed: Tensor, before: RowTokens, kv_lens: Tensor) -> CudaReplay | None:
+def _replay(
+    shape: CudaStepShape, packed: Tensor, tables: Tensor, before: RowTokens, kv_lens: Tensor
+) -> CudaReplay | None:
     """Return what recurrent mixers compute. kv_lens int32 [S]: without rejected drafts."""
     if shape.replay is None:
         return None
@@ -393,6 +395,7 @@ def _replay(shape: CudaStepShape, packed: Tensor, before: RowTokens, kv_lens: Te
         lags=before.accepted.index_select(0, shape.vector(packed, "lag_rows")),
         drafts=shape.vector(packed, "draft_counts") if shape.replay.draft_rows else None,
         of_tokens=shape.vector(packed, "token_sequences"),
+        tables=tables,
     )
     chunks = shape.sections["chunks"].of(packed)
     draft_chunks = shape.sections["draft_chunks"].of(packed)

@@ -49,9 +49,9 @@ class CudaPagedRecurrence:
         """Return [T, D] of x [T, D]."""
         cache = caches[self.number]
         assert isinstance(cache, CudaArrayCache), "a recurrence keeps states"
-        tables = batch.groups[cache.group].tables
         if batch.replay is not None:
-            return self.layer(x, ReplayStep(cache.array, self.elements, tables, batch.replay, batch.positions))
+            return self.layer(x, ReplayStep(cache.array, self.elements, cache.group, batch.replay, batch.positions))
+        tables = batch.groups[cache.group].tables
         step = StateStep(
             cache.array,
             tables,

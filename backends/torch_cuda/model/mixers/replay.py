@@ -21,7 +21,7 @@ class ReplayStep:
 
     blocks: Tensor  # float32 [P, E + K * I]: a state, then the inputs [K, I] of drafts
     elements: int  # E
-    tables: Tensor  # int32 [S, W]: a sequence's block is tables[s, 0]
+    group: int  # of the KV layout
     replay: CudaReplay
     positions: Tensor  # int32 [T], for mixers with RoPE
 
@@ -29,7 +29,7 @@ class ReplayStep:
         """Return the step of one call of the rule."""
         return StateStep(
             self.blocks[:, : self.elements],
-            self.tables,
+            self.replay.blocks[self.group],
             call.query_start,
             call.kv_lens,
             call.chunks,
@@ -39,12 +39,13 @@ class ReplayStep:
 
     def kept_inputs(self) -> Tensor:
         """Return the inputs of the last step's drafts, float32 [S * K, I]."""
-        kept = self.blocks[:, self.elements :].index_select(0, self.tables[:, 0])
-        return kept.view(len(self.tables) * self.replay.inputs, -1)
+        kept = self.blocks[:, self.elements :].index_select(0, self.replay.blocks[self.group, :, 0])
+        return kept.view(len(kept) * self.replay.inputs, -1)
 
     def keep_inputs(self, inputs: Tensor) -> None:
         """Replace them by those [S * K, I] of this step's drafts; padding sequences write to the null block."""
-        self.blocks[self.tables[:, 0].long(), self.elements :] = inputs.float().view(len(self.tables), -1)
+        blocks = self.replay.blocks[self.group, :, 0]
+        self.blocks[blocks.long(), self.elements :] = inputs.float().view(len(blocks), -1)
 
 
 class ReplayedRule:

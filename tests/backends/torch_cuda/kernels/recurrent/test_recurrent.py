@@ -17,7 +17,7 @@ from pagoda.backends.reference.model.ops import to_torch
 from pagoda.backends.torch_cuda.attention_backends.triton import own_kernels
 from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.execution.replay import ReplayPlanner, StepSequences, make_replay
-from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, GroupBatch
+from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch
 from pagoda.backends.torch_cuda.kernels.attention.prefill_attention import make_tiles
 from pagoda.backends.torch_cuda.kernels.recurrent.gated_norm import GatedNorm, gated_norm
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
@@ -158,7 +158,7 @@ def test_chunks_behind_a_sequence_do_nothing(name: str):
 
 DRAFTS = 3
 DRAFTED: tuple[dict[int | None, tuple[int, int, int]], ...] = (
-    {0: (70, 0, 0), 1: (1, 0, 0)},
+    {0: (20, 0, 0), 1: (1, 0, 0)},
     {0: (1, 3, 2), 1: (1, 1, 0), 2: (3, 0, 0), None: (0, 0, 0)},
     {1: (1, 3, 3), 2: (1, 2, 1), 0: (1, 0, 0)},
     {0: (1, 2, 2), 2: (1, 3, 0)},
@@ -222,6 +222,7 @@ class Drafted:
         planned = self.planner.plan(plan, 16)
         self.planner.finish(plan)
         context = [0 if row is None else self.done[row] for row in counts]
+        tables = [[1 << 30 if row is None else self.layer.blocks[row], 1 << 30] for row in counts]
         sequences = StepSequences(
             first_tokens=torch.from_numpy(ends[:-1]),
             counts=torch.from_numpy(new + drafts),
@@ -229,16 +230,16 @@ class Drafted:
             lags=torch.tensor([0 if row is None else self.lags[row] for row in counts], dtype=torch.int32),
             drafts=torch.from_numpy(drafts) if drafts.any() else None,
             of_tokens=torch.from_numpy(np.repeat([*range(len(counts)), 0], [*(new + drafts), 2]).astype(np.int32)),
+            tables=torch.tensor([tables], dtype=torch.int32),
         )
         chunks, draft_chunks = (torch.from_numpy(each) for each in (planned.chunks, planned.draft_chunks))
-        tables = torch.tensor([[0 if row is None else self.layer.blocks[row], 1 << 30] for row in counts]).int()
         nothing = torch.zeros(0, dtype=torch.int32)
         return CudaStepBatch(
             nothing,
             nothing,
             nothing,
             nothing,
-            (GroupBatch(tables, nothing),),
+            (),
             num_decodes=0,
             tiles=None,
             replay=make_replay(planned.shape, sequences, chunks, draft_chunks),
