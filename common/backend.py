@@ -117,11 +117,11 @@ class BackendOptions:
         """Raise ConfigError if drafts or batch invariance are wanted from a model or with settings without them."""
         if self.batch_invariant:
             self._check_batch_invariant()
-        states = {group.spec.drafts for group in self.layout.groups if isinstance(group.spec, StateCache)}
-        assert states <= {self.limits.max_drafts}, "recurrent state has room for the drafts of a step"
         assert self.limits.device_drafts == (self.drafter is not None), "a drafter guesses the drafts of the device"
         if self.limits.max_drafts:
             self._check_drafts()
+        room = {group.spec.drafts for group in self.layout.groups if isinstance(group.spec, StateCache)}
+        assert room <= {self.limits.max_drafts}, "recurrent state has room for the drafts of a step"
         if self.drafter is not None and self.prompt_embeds:
             raise ConfigError(
                 "--enable-prompt-embeds", "a drafter reads the tokens of the prompt; drop it or --speculative-config"

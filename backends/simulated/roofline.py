@@ -182,6 +182,8 @@ class RooflineModel:
         """Return the time of a step."""
         total = self._linear_seconds(load.num_tokens, len(load.query_lens), load.num_sampled)
         total += self.attention_seconds(load)
+        if load.num_drafts:  # They read the states once more, and accepted ones run again in the next step.
+            total += len(load.query_lens) * self.state / 2 + load.num_drafts * self.recurrence
         if load.num_guesses and self.drafter is not None:
             total += self._guessing(self.drafter, load)
         return total

@@ -45,7 +45,8 @@ CLIENT_PROGRAMS = (
     ClientProgram("run_pydantic_ai.py", "python", ("pydantic-ai-slim",)),
     ClientProgram("run_llama_index.py", "llama-index", ("llama-index-llms-openai-like",)),
     ClientProgram("run_lm_eval.py", "lm-eval", ("lm_eval",)),
-    ClientProgram("run_guidellm.py", "guidellm", ("guidellm",)),
+    ClientProgram("load/run_aiperf.py", "aiperf", ("aiperf",)),
+    ClientProgram("load/run_guidellm.py", "guidellm", ("guidellm",)),
     ClientProgram("run_node.mjs", NODE, ("openai", "ai")),
     ClientProgram(
         "agents/run_agents.py",
@@ -54,7 +55,7 @@ CLIENT_PROGRAMS = (
         "long",
     ),
     ClientProgram("agents/run_agent_loops.py", NODE, (), "loops"),
-    ClientProgram("run_vllm_bench.py", "vllm", ()),
+    ClientProgram("load/run_vllm_bench.py", "vllm", ()),
 )
 
 

@@ -17,8 +17,8 @@ import transformers
 from models.cases import nomic_mixture, renames, tiny, tiny_pooling
 from models.cases.tiny_pooling import CASES, Case
 from safetensors.torch import load_file, save_file
+from support.devices.pooling_plans import plan_of
 from support.engines.backend_options import make_pooling_options
-from support.engines.pooling_plans import plan_of
 
 from pagoda.backends.reference import pooling as reference
 from pagoda.common.backend import PoolingBackend, Weight

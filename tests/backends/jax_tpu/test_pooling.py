@@ -15,8 +15,8 @@ pytest.importorskip("flax")
 
 import jax
 import support.devices.jax_devices  # noqa: F401
+from support.devices.pooling_plans import plan_of
 from support.engines.backend_options import make_pooling_options
-from support.engines.pooling_plans import plan_of
 from support.engines.reference_driver import random_weights, tiny_spec
 from support.suite.slow_matrix import thinned
 

@@ -16,8 +16,8 @@ from models.cases import tiny
 from models.cases.tiny_pooling import LABELS, SMALL_BERT
 from models.test_pooling_parity import LENGTHS, LIMITS
 from models.transformers_models.test_transformers_models import code_cache, write_code  # noqa: F401 (a fixture)
+from support.devices.pooling_plans import plan_of
 from support.engines.backend_options import make_pooling_options
-from support.engines.pooling_plans import plan_of
 
 from pagoda.backends.fallback.describe import describe_pooling
 from pagoda.backends.reference import pooling as reference

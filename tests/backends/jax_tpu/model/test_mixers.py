@@ -15,8 +15,8 @@ pytest.importorskip("flax")
 import support.devices.jax_devices  # noqa: F401
 import torch
 from support.devices.jax_model import JaxModel
+from support.devices.pooling_plans import plan_of
 from support.engines.backend_options import make_options, make_pooling_options
-from support.engines.pooling_plans import plan_of
 from support.engines.reference_driver import random_weights, tiny_spec
 from support.engines.reference_engine import engine, generate
 from support.suite.slow_matrix import some

@@ -80,7 +80,7 @@ def test_chunks_equal_tokens_one_by_one(tokens: int, decay: float) -> None:
 
 def test_the_cache_holds_the_end_of_the_convolution_and_a_state_per_value_head() -> None:
     layout = kv_layout(SPEC, 4)
-    assert layout.groups == (KvGroup(StateCache(ELEMENTS, inputs=0), (0, 2)), KvGroup(FullCache(2, 16), (1,), pool=1))
+    assert layout.groups == (KvGroup(StateCache(ELEMENTS, inputs=64), (0, 2)), KvGroup(FullCache(2, 16), (1,), pool=1))
     assert layout.pools[0].block_elements == 2 * ELEMENTS
 
 
