@@ -10,8 +10,7 @@ Those of experts, and the embedding table's, are not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Final, Literal
 
 import numpy as np
@@ -246,17 +245,6 @@ class CudaAdapters:
     def begin(self, slots: Tensor | None, *, batch_invariant: bool = False) -> None:
         """Let the maps compute rows with these slots, int32 [T], `self.slots` for none; None: no row has an adapter."""
         self._rows = None if slots is None else self._sorted(slots, batch_invariant)
-
-    @contextmanager
-    def of_tokens(self, tokens: Tensor) -> Iterator[None]:
-        """Let the maps compute rows of the step's `tokens` [R] meanwhile."""
-        rows = self._rows
-        if rows is not None:
-            self._rows = self._sorted(rows.slots.index_select(0, tokens), rows.invariant)
-        try:
-            yield
-        finally:
-            self._rows = rows
 
     def _sorted(self, slots: Tensor, batch_invariant: bool) -> AdapterRows:
         return sort_by_slot(slots, self.slots, batch_invariant=batch_invariant, use_kernel=self._device.use_kernels)

@@ -68,5 +68,4 @@ MAMBA: Final = recurrent_ops(
     matrices=frozenset({"inner", "out"}),
     small_matrices=frozenset({"selection", "step"}),
     dropped=frozenset({1}),  # the gate
-    rule_maps=True,
 )

@@ -194,18 +194,15 @@ def recurrent_ops(
     small_matrices: frozenset[str] = frozenset(),
     key_heads: Callable[[SpecT], int] = lambda spec: 1,
     dropped: frozenset[int] = frozenset(),
-    rule_maps: bool = False,
 ) -> CudaMixerOps[SpecT]:
     """Return what the backend knows of a kind with recurrent state. `mixer`: its projections; `rule`: its kernels.
 
-    `dropped`: numbers of the rule's projections that no state follows from. `rule_maps`: the rule applies linear maps
-    that may have adapters.
+    `dropped`: numbers of the rule's projections that no state follows from. No linear map of the rule has adapters.
     """
 
     def make(spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str) -> RecurrentMixer:
         own = RankLayer(spec, ops, tables, build, prefix)
-        adapters = build.adapters if rule_maps else None
-        return mixer(spec, own, ReplayedRule(rule(spec, own), dropped, adapters))
+        return mixer(spec, own, ReplayedRule(rule(spec, own), dropped))
 
     def paged(
         spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str, numbers: tuple[int, ...]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pagoda.backends.torch_cuda.execution.replay import CudaReplay, RuleCall
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import StateStep
-from pagoda.backends.torch_cuda.model.adapters import CudaAdapters
 from pagoda.backends.torch_decoder.mixers.recurrence import StateRule
 
 
@@ -51,14 +50,10 @@ class ReplayStep:
 class ReplayedRule:
     """A rule over a StateStep or, in an engine with drafts, over a ReplayStep."""
 
-    def __init__(self, rule: StateRule, dropped: frozenset[int], adapters: CudaAdapters | None) -> None:
-        """`dropped`: numbers of the projections that no state follows from.
-
-        `adapters`: of linear maps that the rule applies to its rows.
-        """
+    def __init__(self, rule: StateRule, dropped: frozenset[int]) -> None:
+        """`dropped`: numbers of the projections that no state follows from."""
         self._wrapped = rule
         self._dropped = dropped
-        self._adapters = adapters
 
     def __call__(self, *arguments: Any) -> Tensor:
         """Return outputs [T, channels] of projections, each [T, channels], and the step."""
@@ -68,10 +63,10 @@ class ReplayedRule:
     def _replayed(self, projections: Sequence[Tensor], step: ReplayStep) -> Tensor:
         replay = step.replay
         rows = self._first_rows(projections, step)
-        outputs = self._call(rows, replay.first, step.of_call(replay.first, keeps_states=True))
+        outputs = self._wrapped(*rows, step.of_call(replay.first, keeps_states=True))
         if replay.drafts is not None and replay.kept is not None:
             rows = [part.index_select(0, replay.drafts.tokens) for part in projections]
-            drafts = self._call(rows, replay.drafts, step.of_call(replay.drafts, keeps_states=False))
+            drafts = self._wrapped(*rows, step.of_call(replay.drafts, keeps_states=False))
             outputs = torch.cat((outputs, drafts))
             kept = replay.kept
             step.keep_inputs(torch.cat([part.index_select(0, kept) for part in self._inputs(projections)], 1))
@@ -93,9 +88,3 @@ class ReplayedRule:
     def _inputs(self, projections: Sequence[Tensor]) -> list[Tensor]:
         """Return the projections that the next state follows from."""
         return [part for number, part in enumerate(projections) if number not in self._dropped]
-
-    def _call(self, rows: Sequence[Tensor], call: RuleCall, step: StateStep) -> Tensor:
-        if self._adapters is None:
-            return self._wrapped(*rows, step)
-        with self._adapters.of_tokens(call.tokens):
-            return self._wrapped(*rows, step)
