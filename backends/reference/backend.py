@@ -26,8 +26,8 @@ from pagoda.backends.reference.model.decoder import Decoder
 from pagoda.backends.reference.model.drafters import load_drafter
 from pagoda.backends.reference.model.numerics import numerics, thread_count
 from pagoda.backends.reference.profiler import TorchTracer
-from pagoda.backends.reference.replay import Replay
 from pagoda.backends.reference.sampling import Sampler, token_logprobs
+from pagoda.backends.reference.state_replay import StateReplay
 from pagoda.backends.reference.threads import ComputeThreads, divide, part_of
 from pagoda.backends.reference.weights.load import Packer
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
@@ -294,7 +294,7 @@ class ReferenceBackend:
         """Run the layers, and the head on the tokens to be sampled."""
         assert self._decoder is not None
         records = isinstance(self._decoder, Decoder) and not self._captured and self._decoder.records(plan.num_tokens)
-        replay = Replay.of(plan, self._sampler.accepted[plan.rows]) if self.layout.has_states else None
+        replay = StateReplay.of(plan, self._sampler.accepted[plan.rows]) if self.layout.has_states else None
         batch = make_batch(single_tokens(plan) if records and replay is None else plan, self.layout, replay=replay)
         embedded = Embedded.of(plan, self.numerics.weights)
         token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))

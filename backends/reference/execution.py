@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.replay import Replay
+from pagoda.backends.reference.state_replay import StateReplay
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.steps.contract import Int32, StepPlan
@@ -125,7 +125,7 @@ class StateBatch:
 
     blocks: Tensor  # int64 [S] of each sequence
     is_first: Tensor  # bool [S] the sequence has no context, so its state is 0 whatever the block holds
-    replay: Replay | None = None  # None: no sequence has drafts, or had some that were right
+    replay: StateReplay | None = None  # None: no sequence has drafts, or had some that were right
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class StepBatch:
 
 
 def make_batch(
-    plan: StepPlan, layout: KvLayout, only: frozenset[int] | None = None, replay: Replay | None = None
+    plan: StepPlan, layout: KvLayout, only: frozenset[int] | None = None, replay: StateReplay | None = None
 ) -> StepBatch:
     """Return the arrays of one step. `only`: the numbers of the views that are read; None: all."""
     lengths = np.diff(plan.query_start)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pagoda.common.models.mixers.base import MixerBase
-from pagoda.common.models.mixers.caches import CacheSpec, StateCache
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
 
@@ -49,7 +49,7 @@ class GatedDelta(MixerBase):
         """Elements of the last inputs of the convolution [channels, taps - 1], the first part of a sequence's state."""
         return self.channels * (self.taps - 1)
 
-    def caches(self) -> tuple[CacheSpec, ...]:
+    def caches(self) -> tuple[StateCache]:
         """Return the caches kept per sequence: the last inputs of the convolution, then the states of all heads."""
         elements = self.tail_elements + self.value_heads * self.key_dim * self.value_dim
         return (StateCache(elements, inputs=self.channels + 2 * self.value_heads),)

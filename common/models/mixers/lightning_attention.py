@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.models.mixers.base import MixerBase
-from pagoda.common.models.mixers.caches import CacheSpec, StateCache
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Norm, Param, linear_params, norm_params
 from pagoda.common.models.rope import Rope
@@ -49,7 +49,7 @@ class LightningAttention(MixerBase):
         """Number of heads."""
         return len(self.slopes)
 
-    def caches(self) -> tuple[CacheSpec, ...]:
+    def caches(self) -> tuple[StateCache]:
         """Return the cache kept per sequence: the states of all heads."""
         return (StateCache(self.heads * self.head_dim * self.head_dim, inputs=3 * self.heads * self.head_dim),)
 

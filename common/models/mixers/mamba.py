@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pagoda.common.models.mixers.base import MixerBase
-from pagoda.common.models.mixers.caches import CacheSpec, StateCache
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Norm, Param, conv_params, linear_params, norm_params
 
@@ -37,7 +37,7 @@ class Mamba(MixerBase):
     divided: ClassVar[str] = "state space channels"
     lora_targets: ClassVar[tuple[str, ...]] = ("v", "gate", "o")
 
-    def caches(self) -> tuple[CacheSpec, ...]:
+    def caches(self) -> tuple[StateCache]:
         """Return the caches kept per sequence: the last inputs of the convolution, then the states of all channels."""
         return (StateCache(self.channels * (self.taps - 1 + self.state_dim), inputs=self.channels),)
 

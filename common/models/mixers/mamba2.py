@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pagoda.common.models.mixers.base import MixerBase
-from pagoda.common.models.mixers.caches import CacheSpec, StateCache
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Norm, Param, conv_params, linear_params, norm_params
 
@@ -55,7 +55,7 @@ class Mamba2(MixerBase):
         """Elements of the last inputs of the convolution [channels, taps - 1], the first part of a sequence's state."""
         return self.channels * (self.taps - 1)
 
-    def caches(self) -> tuple[CacheSpec, ...]:
+    def caches(self) -> tuple[StateCache]:
         """Return the caches kept per sequence: the last inputs of the convolution, then the states of all heads."""
         elements = self.tail_elements + self.width * self.state_dim
         grouped = 2 * self.groups * self.state_dim

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pagoda.common.models.mixers.base import MixerBase
-from pagoda.common.models.mixers.caches import CacheSpec, StateCache
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.mixers.work import MixerWork
 from pagoda.common.models.primitives import Param, conv_params, linear_params
 
@@ -23,7 +23,7 @@ class ShortConvolution(MixerBase):
     divided: ClassVar[str] = "channels of the convolution"
     lora_targets: ClassVar[tuple[str, ...]] = ("b", "c", "v", "o")
 
-    def caches(self) -> tuple[CacheSpec, ...]:
+    def caches(self) -> tuple[StateCache]:
         """Return the cache kept per sequence: the last inputs of the convolution [channels, taps - 1]."""
         return (StateCache(self.channels * (self.taps - 1), inputs=2 * self.channels),)
 

@@ -33,14 +33,14 @@ class TokenGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class StateReplay:
     """A step in which a sequence has drafts, or had some in its last step."""
 
     advancing: tuple[TokenGroup, ...]  # What the states include after the step.
     drafted: tuple[TokenGroup, ...]  # The drafts of this step.
 
     @classmethod
-    def of(cls, plan: StepPlan, accepted: Int32) -> Replay | None:
+    def of(cls, plan: StepPlan, accepted: Int32) -> StateReplay | None:
         """Return that of a plan at true positions. `accepted` [S]: drafts of each sequence's last step that were right.
 
         None: no sequence has drafts, or had some that were right.
