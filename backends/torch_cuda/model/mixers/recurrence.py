@@ -29,7 +29,6 @@ from pagoda.backends.torch_decoder.mixers.recurrence import (
 from pagoda.backends.torch_decoder.ops import Linear, MixerStep
 from pagoda.backends.torch_decoder.packed import PackedPrompts
 from pagoda.common.models.mixers import Recurrent
-from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 
@@ -208,7 +207,6 @@ def recurrent_ops(
         spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str, numbers: tuple[int, ...]
     ) -> MixerStep:
         (cache,) = spec.caches()
-        assert isinstance(cache, StateCache), "a recurrence keeps states"
         layer = make(spec, tables, build, prefix)
         return CudaPagedRecurrence(layer, numbers[0], cache.elements_of_rank(build.comm.size))
 
