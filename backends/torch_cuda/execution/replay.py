@@ -55,6 +55,10 @@ class ReplayPlanner:
         """Start a row: nothing runs again in its first step."""
         self._drafts[row] = 0
 
+    def is_needed(self, plan: StepPlan) -> bool:
+        """Return whether a sequence of the step has drafts, or may run some again."""
+        return plan.num_drafts is not None or bool(self._drafts[plan.rows].any())
+
     def lag_rows(self, plan: StepPlan, seqs: int) -> Int32:
         """Return for each of `seqs` sequences, padding included, the row whose accepted drafts run again.
 

@@ -124,6 +124,14 @@ class StepPrograms:
             for adapted in ((False, True) if self.adapters else (False,))
             if kind[1] <= MAX_QUERY_LEN
         }
+        # Of engines that guess on the host: one token per sequence, and no recurrent mixer runs drafts again.
+        self._plain: dict[tuple[int, bool], Run] = {}
+        if parts.buffers.replayed and parts.drafts is None:
+            self._plain = {
+                (size, adapted): self._make_forward(size, 1, adapted, replays=False)
+                for size, width, adapted in self._forward
+                if width == 1
+            }
         self._hidden: dict[int, Run] = {}
         self._left_hidden: dict[int, Tensor] = {}  # by "hidden": its result, in the graph's memory
         if parts.mixed is not None:
@@ -155,6 +163,8 @@ class StepPrograms:
                     for programs in (self._forward, self._draft):
                         if (run := programs.get((size, width, adapted))) is not None:
                             programs[size, width, adapted] = self._stream.capture(run, self._pool)
+                    if width == 1 and (run := self._plain.get((size, adapted))) is not None:
+                        self._plain[size, adapted] = self._stream.capture(run, self._pool)
                 self._sample[size, width] = self._stream.capture(self._sample[size, width], self._pool)
         if captured := self._stream.captures - before:
             seconds = time.perf_counter() - begin
@@ -174,12 +184,17 @@ class StepPrograms:
         """Return whether `decode` computes steps with `width` tokens per sequence."""
         return width <= MAX_QUERY_LEN
 
-    def decode(self, size: int, width: int, *, adapted: bool = False) -> None:
+    @property
+    def has_plain(self) -> bool:
+        """Return whether an engine with drafts over recurrent state has programs of steps that run none again."""
+        return bool(self._plain)
+
+    def decode(self, size: int, width: int, *, adapted: bool = False, plain: bool = False) -> None:
         """Compute the logits of `size` sequences from the input buffers, into the buffers.
 
-        `adapted`: some sequences have LoRA adapters.
+        `adapted`: some sequences have LoRA adapters. `plain`: see `has_plain`.
         """
-        self._forward[size, width, adapted]()
+        (self._plain[size, adapted] if plain else self._forward[size, width, adapted])()
 
     def mixed(self, size: int) -> Tensor:
         """Return the hidden states [size, D] of a prefill or mixed step in the buffers, until the next program."""
@@ -211,12 +226,12 @@ class StepPrograms:
         self._sample[size, width]()
         return self.parts.buffers.tokens[: size * width]
 
-    def _make_forward(self, size: int, width: int, adapted: bool) -> Run:
+    def _make_forward(self, size: int, width: int, adapted: bool, *, replays: bool = True) -> Run:
         parts = self.parts
         buffers = self.parts.buffers
 
         def run() -> None:
-            batch = buffers.batch(size, parts.sampler.newest, width, adapted=adapted)
+            batch = buffers.batch(size, parts.sampler.newest, width, adapted=adapted, replays=replays)
             slots = batch.adapter_slots
             hidden, features = self.hidden(batch)
             if parts.drafts is not None:
@@ -383,8 +398,9 @@ class Runner:
         drafts = sampler.max_drafts > 0
         guesses = sampler.newest.guesses is not None
         pieces = self.programs.parts.buffers.pieces
+        replays = self._replays is not None and (not self.programs.has_plain or self._replays.is_needed(plan))
         if plan.num_tokens == plan.num_seqs or (width > 1 and self._has_graph(plan, lengths, width)):
-            replayed = self.programs.parts.buffers.replayed
+            replayed = self.programs.parts.buffers.replayed if replays else 0
             shape = decode_shape(
                 size,
                 groups,
@@ -409,7 +425,7 @@ class Runner:
         kv_lens = plan.context + lengths
         rounds = tuple(plan_rounds(kv_lens, num_decodes, capacity)) if capacity else ()
         blocks = tuple(len(blocks) for blocks, _ in rounds)
-        replay = None if self._replays is None else self._replays.plan(plan, TOKEN_ALIGN)
+        replay = self._replays.plan(plan, TOKEN_ALIGN) if self._replays is not None and replays else None
         chunks = make_tiles(lengths, num_decodes, CHUNK) if self._has_states and replay is None else None
         shape = CudaStepShape(
             tokens,
@@ -484,7 +500,8 @@ class Runner:
         if step.tiles is None and not keeps_hidden and plan.embeds is None:
             buffers.fill(shape, packed, plan.num_seqs)
             programs.parts.plan_decodes(plan, step.num_decodes, fixed=True)
-            programs.decode(step.num_decodes, step.width, adapted=step.adapted)
+            plain = programs.has_plain and step.replay is None
+            programs.decode(step.num_decodes, step.width, adapted=step.adapted, plain=plain)
             return None, None
         if step.graph is not None:
             self._run_mixed(step, packed, step.graph)

@@ -19,7 +19,7 @@ and merges are the work list of decode attention, spans and blocks rounds of lat
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, TypeVar
 
@@ -515,10 +515,16 @@ class DecodeBuffers:
         """Return int32 [R]: the token of each row of logits of a step of `size` sequences."""
         return self._shape(size, query_len).vector(self._prefix, "logits_indices")
 
-    def batch(self, size: int, before: RowTokens, query_len: int = 1, *, adapted: bool = False) -> CudaStepBatch:
-        """Return the step of `size` sequences with `query_len` tokens each in the buffers; see `make_batch`."""
+    def batch(
+        self, size: int, before: RowTokens, query_len: int = 1, *, adapted: bool = False, replays: bool = True
+    ) -> CudaStepBatch:
+        """Return the step of `size` sequences with `query_len` tokens each in the buffers; see `make_batch`.
+
+        `replays`: recurrent mixers, if there are any and drafts, may run some again.
+        """
+        shape = self._shape(size, query_len)
         return make_batch(
-            self._shape(size, query_len),
+            shape if replays else replace(shape, replay=None),
             self._prefix,
             self.tables(size),
             before,

@@ -51,8 +51,9 @@ class CudaPagedRecurrence:
         if batch.replay is not None:
             return self.layer(x, ReplayStep(cache.array, self.elements, cache.group, batch.replay, batch.positions))
         tables = batch.groups[cache.group].tables
+        has_inputs = cache.array.shape[1] > self.elements  # of drafts
         step = StateStep(
-            cache.array,
+            cache.array[:, : self.elements] if has_inputs else cache.array,
             tables,
             batch.query_start,
             batch.kv_lens,
