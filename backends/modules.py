@@ -24,6 +24,7 @@ from pagoda.common.config.groups.simulation import SimulationConfig
 from pagoda.common.distributed.messages import RankInfo
 from pagoda.common.engine.workload.capacity import EnginePlan, LoadMeasures, PlannedLoad, ServiceTarget
 from pagoda.common.engine.workload.drive import Clock
+from pagoda.common.models.drafters import DrafterSpec
 from pagoda.common.models.family import PoolUse
 from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import TransformersSpec
@@ -229,8 +230,8 @@ class RankRuntime(Protocol):
     """
 
     @staticmethod
-    def check(spec: ModelSpec, size: int) -> None:
-        """Raise ConfigError if `size` ranks cannot share the model, naming a size that can."""
+    def check(spec: ModelSpec, size: int, drafter: DrafterSpec | None = None) -> None:
+        """Raise ConfigError if `size` ranks cannot share the model and its drafter, naming a size that can."""
         ...
 
     @staticmethod

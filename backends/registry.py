@@ -151,6 +151,7 @@ BACKENDS: Final[tuple[Entry, ...]] = (
         transformers=("transformers",),
         pools_transformers=True,
         drafters=True,
+        drafter_parallel=("tensor",),
     ),
     Entry(
         "reference",

@@ -68,7 +68,7 @@ from pagoda.common.engine.steps.contract import StepPlan, TokenMasks
 from pagoda.common.engine.steps.pending import PendingStep, PendingTokens
 from pagoda.common.engine.steps.shapes import GraphSizes
 from pagoda.common.errors import ConfigError, WeightError
-from pagoda.common.models.drafters import FeatureDrafter, LanguageDrafter, captured_layers
+from pagoda.common.models.drafters import captured_layers, model_of
 from pagoda.common.models.mixers.caches import IndexCache
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.spec import ModelSpec
@@ -132,7 +132,9 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
         graph_sizes = replace(graph_sizes, captured=())  # its code may synchronise with the host
     else:
         check_mixers(spec, MIXERS, "torch_cuda")
-        ranks.check(spec, options.parallel.tensor)
+        if (draft_model := model_of(options.drafter)) is not None:
+            check_mixers(draft_model, MIXERS, "torch_cuda")
+        ranks.check(spec, options.parallel.tensor, options.drafter)
     for group in layout.groups:
         array_shapes(group.spec, 1, layout.block_size, RankShard())
     _check_lora(options)
@@ -147,8 +149,6 @@ def _rank_config(options: BackendOptions, device: Device | None = None) -> RankC
     if device is None:
         device = find_device() if options.rank is None else use_device(options.rank.device)
     drafter = options.drafter
-    if isinstance(drafter, LanguageDrafter | FeatureDrafter):
-        check_mixers(drafter.model, MIXERS, "torch_cuda")
     needs = AttentionRequirements(
         attentions(all_mixers(spec, drafter)),
         latent_attentions(all_mixers(spec, drafter)),

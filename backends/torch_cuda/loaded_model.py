@@ -193,6 +193,7 @@ def load_drafter(config: RankConfig, model: LoadedModel, weights: Iterable[Weigh
         target,
         config.dtype,
         config.device,
+        config.comm,
         config.attention,
         config.limits.max_model_len,
         empty,

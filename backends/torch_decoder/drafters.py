@@ -7,7 +7,7 @@ further guess. Axis letters: T tokens, S sequences, D width, W width of what is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -17,21 +17,16 @@ from torch import Tensor
 
 from pagoda.backends.torch_decoder.decoder import DecoderStack, TokenEmbedding
 from pagoda.backends.torch_decoder.ops import BlockMakers, DecoderOps, Linear, MixerStep
-from pagoda.common.backend import Weight
-from pagoda.common.models.drafters import (
-    AttendedInputs,
-    DrafterSpec,
-    FeatureDrafter,
-    HeadsDrafter,
-    JoinedInputs,
-    StagesDrafter,
-    drafter_params,
-)
+from pagoda.common.models.drafters import AttendedInputs, FeatureDrafter, HeadsDrafter, JoinedInputs, StagesDrafter
 from pagoda.common.models.mixers import Mixer
-from pagoda.common.models.shapes import checked, lacking
-from pagoda.common.weights.quantization.tensors import Array, QuantizedTensor
 
 BatchT = TypeVar("BatchT")
+
+TokensOf = Callable[[Tensor], Tensor]
+"""Returns the most likely token after each of the hidden states [S, D], int64 [S]."""
+
+RowsOf = Callable[[Tensor], Tensor]
+"""Returns the rows [S, D] of a table, of tokens [S]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +65,6 @@ class DraftModel(ABC, Generic[BatchT]):
         return False
 
 
-def load_params(
-    spec: DrafterSpec, weights: Iterable[Weight], place: Callable[[Array, bool], Tensor]
-) -> dict[str, Tensor]:
-    """Return every parameter of a drafter, dequantised. Raise WeightError.
-
-    `place`: returns the tensor of an array; the second argument: the parameter is kept in float32.
-    """
-    expected = drafter_params(spec)
-    exact = {name for name, param in expected.items() if param.float32}
-    tensors = {}
-    for name, value in checked(weights, expected):
-        tensors[name] = place(value.dequantize() if isinstance(value, QuantizedTensor) else value, name in exact)
-    if expected:
-        raise lacking(expected)
-    return tensors
-
-
 class LanguageModel(DraftModel[BatchT]):
     """A language model that reads tokens alone."""
 
@@ -95,21 +73,21 @@ class LanguageModel(DraftModel[BatchT]):
     def __init__(
         self,
         hidden: Callable[[DraftTokens[BatchT]], Tensor],
-        logits: Linear,
+        most_likely: TokensOf,
         num_bytes: int,
         records: Callable[[int], bool] | None = None,
     ) -> None:
-        """`hidden`: runs the model, [T, D]; `logits`: of hidden states, [S, V]; `records`: see `DraftModel`."""
+        """`hidden`: runs the model, [T, D]; `most_likely`: of its hidden states; `records`: see `DraftModel`."""
         self.num_bytes = num_bytes
         self._hidden = hidden
-        self._logits = logits
+        self._most_likely = most_likely
         self._records = records
 
     def run(self, tokens: DraftTokens[BatchT]) -> Tensor:
         return self._hidden(tokens)
 
     def guess(self, number: int, last: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self._logits(last).argmax(-1), None
+        return self._most_likely(last), None
 
     def records(self, num_tokens: int) -> bool:
         return self._records is not None and self._records(num_tokens)
@@ -127,15 +105,15 @@ class FeatureModel(DraftModel[BatchT]):
         makers: BlockMakers,
         *,
         mixer_inputs: Callable[[DraftTokens[BatchT]], tuple[object, ...]],
-        head: Linear,
+        most_likely: TokensOf,
         embed_out: Linear | None,
         target_ids: Tensor | None,
         num_bytes: int,
     ) -> None:
-        """`head`, `embed_out`: its own or the target's. `target_ids`: what is added to a guess for the target's token.
+        """`most_likely`, `embed_out`: of its own head or the target's.
 
-        `mixer_inputs`: what the mixers read beside rows. The caches of the attention in front of the layers, if any,
-        have the first numbers.
+        `target_ids`: what is added to a guess for the target's token. `mixer_inputs`: what the mixers read beside rows.
+        The caches of the attention in front of the layers, if any, have the first numbers.
         """
         inputs = spec.inputs
         first = len(spec.caches) - len(spec.model.caches)
@@ -154,7 +132,7 @@ class FeatureModel(DraftModel[BatchT]):
         if isinstance(inputs, AttendedInputs):
             self.attend = makers.mixer(inputs.attention, "inputs.attention", (0,))
         self.mixer_inputs = mixer_inputs
-        self.head = head
+        self.most_likely = most_likely
         self.embed_out = embed_out
         self.target_ids = None
         if target_ids is not None:
@@ -173,9 +151,7 @@ class FeatureModel(DraftModel[BatchT]):
 
     def guess(self, number: int, last: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         normed = self.stack.final_norm(last, None)[0]
-        vocab = self.spec.head_vocab or self.spec.model.vocab  # without the padding of a sharded head
-        scores = self.head(normed if self.embed_out is None else self.embed_out(normed))[:, :vocab]
-        token_ids = scores.argmax(-1)
+        token_ids = self.most_likely(normed if self.embed_out is None else self.embed_out(normed))
         if self.target_ids is not None:
             token_ids = self.target_ids[token_ids]
         return token_ids, normed if self.spec.chains_normed else last
@@ -211,35 +187,39 @@ class HeadsModel(FeaturesAlone[BatchT]):
     """A head per guess."""
 
     def __init__(
-        self, spec: HeadsDrafter, linear: Callable[[str], Linear], head: Callable[[str], Linear], num_bytes: int
+        self,
+        spec: HeadsDrafter,
+        linear: Callable[[str], Linear],
+        most_likely: Callable[[str], TokensOf],
+        num_bytes: int,
     ) -> None:
-        """`linear`, `head`: return the linear map of a name, a head's with results in float32 where they are."""
+        """`linear`: returns the linear map of a name; `most_likely`: what gives the tokens of a head."""
         self.num_bytes = num_bytes
         self.heads = [
             (
                 [linear(f"heads.{number}.blocks.{block}") for block in range(spec.blocks)],
-                head(f"heads.{number}.head"),
+                most_likely(f"heads.{number}.head"),
             )
             for number in range(spec.heads)
         ]
 
     def guess(self, number: int, last: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        blocks, head = self.heads[number]
+        blocks, most_likely = self.heads[number]
         hidden = last
         for block in blocks:
             hidden = hidden + F.silu(block(hidden))
-        return head(hidden).argmax(-1), last
+        return most_likely(hidden), last
 
 
 @dataclass(frozen=True, slots=True)
 class StageParams:
-    """One stage: projection of the state, norm [D], head and embedding table [V, D]."""
+    """One stage: projection of the state, norm [D], head, and embedding of the token before."""
 
     project: Linear
     norm: Tensor
     norm_bias: Tensor
-    head: Linear
-    table: Tensor
+    most_likely: TokensOf
+    embed: RowsOf
 
 
 class StagesModel(FeaturesAlone[BatchT]):
@@ -248,12 +228,16 @@ class StagesModel(FeaturesAlone[BatchT]):
     def __init__(
         self,
         spec: StagesDrafter,
+        *,
         linear: Callable[[str], Linear],
-        head: Callable[[str], Linear],
+        most_likely: Callable[[str], TokensOf],
+        rows: Callable[[str], RowsOf],
         tensor: Callable[[str], Tensor],
         num_bytes: int,
     ) -> None:
-        """`linear`, `head`, `tensor`: return a linear map, head or tensor by name; each is taken once."""
+        """`linear`, `most_likely`, `rows`, `tensor`: return by name a linear map, what gives the tokens of a head, what
+        gives rows of a table, and a tensor; each is taken once.
+        """
         self.num_bytes = num_bytes
         self.spec = spec
         sources = range(1 if spec.tied else spec.stages)
@@ -263,8 +247,8 @@ class StagesModel(FeaturesAlone[BatchT]):
                 projections[stage],
                 norm=tensor(f"stages.{stage}.norm"),
                 norm_bias=tensor(f"stages.{stage}.norm_bias"),
-                head=head(f"stages.{stage}.head"),
-                table=tensor(f"stages.{stage}.embed"),
+                most_likely=most_likely(f"stages.{stage}.head"),
+                embed=rows(f"stages.{stage}.embed"),
             )
             for stage in sources
         ]
@@ -277,10 +261,10 @@ class StagesModel(FeaturesAlone[BatchT]):
         if number == 0 and self.spec.scales_input:
             state = self._scaled(last) * 0.5**0.5
         stage = self.stages[number]
-        embeds = F.embedding(token_ids, stage.table).to(state.dtype)
+        embeds = stage.embed(token_ids).to(state.dtype)
         mixed = self._scaled(stage.project(state) + self.spec.embedding_weight * embeds)
         state = F.gelu(mixed * stage.norm + stage.norm_bias)
-        return stage.head(state).argmax(-1), state
+        return stage.most_likely(state), state
 
     def _scaled(self, x: Tensor) -> Tensor:
         """Return x divided by its root mean square."""

@@ -153,6 +153,11 @@ def mixers_of(drafter: DrafterSpec | None) -> tuple[Mixer, ...]:
             return ()
 
 
+def model_of(drafter: DrafterSpec | None) -> ModelSpec | None:
+    """Return the layers of a drafter as a model; None: it has none."""
+    return drafter.model if isinstance(drafter, LanguageDrafter | FeatureDrafter) else None
+
+
 def captured_layers(drafter: DrafterSpec | None) -> tuple[int, ...]:
     """Return the target's layers whose inputs the drafter reads."""
     return drafter.captured if isinstance(drafter, FeatureDrafter) else ()

@@ -51,7 +51,7 @@ class EndedAnswers:
         yields_deltas: bool,
         end_token_ids: Collection[int] = (),
     ) -> None:
-        """`end_token_ids`: tokens with which the model ends answers, besides the one whose stop reason is None."""
+        """`end_token_ids`: tokens with which the model ends answers; they are no part of an answer."""
         self.grammar = grammar
         self._end_token_ids = frozenset(end_token_ids)
         self._tokenizer = tokenizer
@@ -69,7 +69,8 @@ class EndedAnswers:
             tokens += completion.token_ids
             if completion.finish_reason == "stop" and self._ended_by_itself(completion.stop_reason):
                 answer = tokens if self._thinking is None else _after_reasoning(tokens, self._thinking)
-                yield completion, self._tokenizer.decode(answer)
+                whole = answer[:-1] if answer and answer[-1] in self._end_token_ids else answer
+                yield completion, self._tokenizer.decode(whole)
 
     def _ended_by_itself(self, stop_reason: int | str | None) -> bool:
         """Whether the model ended the answer: by its end token (None) or another one that its configuration names."""

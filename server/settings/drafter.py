@@ -9,7 +9,7 @@ from typing import Any, Final
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.config.groups.nested.speculative import FLAG, SpeculativeConfig
 from pagoda.common.errors import ConfigError, ModelError
-from pagoda.common.models.drafters import DrafterSpec, FeatureDrafter, LanguageDrafter
+from pagoda.common.models.drafters import DrafterSpec, FeatureDrafter, LanguageDrafter, model_of
 from pagoda.common.models.families.drafters import (
     DrafterFamily,
     drafter_of,
@@ -137,13 +137,9 @@ def _check_settings(config: EngineConfig, settings: SpeculativeConfig) -> None:
         raise ConfigError(FLAG, f"method {settings.method} reads the prompt's tokens; drop --enable-prompt-embeds")
 
 
-def _model_of(drafter: DrafterSpec) -> ModelSpec | None:
-    return drafter.model if isinstance(drafter, LanguageDrafter | FeatureDrafter) else None
-
-
 def _check_length(drafter: DrafterSpec, max_model_len: int) -> None:
     """Raise ConfigError if a drafter's learned positions do not cover the longest sequence."""
-    model = _model_of(drafter)
+    model = model_of(drafter)
     if model is not None and model.embedding.positions is not None and model.embedding.positions < max_model_len:
         raise ConfigError(
             FLAG,

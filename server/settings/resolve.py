@@ -194,8 +194,6 @@ def resolve(
     if runner is not None:
         parallel_sizes = pooling_parallel_sizes(backend, config.parallel)
         check_pooling(config, checkpoint, backend)
-    if runs_ranks(backend, config.parallel):
-        load_rank_runtime(backend).check(own_spec(spec, "several ranks"), config.parallel.tensor_parallel_size)
     model = _model_limits(spec)
     if config.model.disable_sliding_window:
         spec, model = _without_windows(spec, model)
@@ -211,6 +209,10 @@ def resolve(
         limits = replace(limits, max_drafts=drafter.num_tokens, device_drafts=True)
         if family is not None and drafter.family.only:
             family = replace(family, ignored=(*family.ignored, f"{drafter.family.only}*", *drafter.family.unread))
+    if runs_ranks(backend, config.parallel):
+        sharded = own_spec(spec, "several ranks")
+        size = config.parallel.tensor_parallel_size
+        load_rank_runtime(backend).check(sharded, size, None if drafter is None else drafter.spec)
     hybrid = not config.scheduler.disable_hybrid_kv_cache_manager
     dtype, dtype_reason = _dtype(config.model.dtype, hf_config, backend, pooling=runner is not None)
     generation = read_generation(config.model, checkpoint, hf_config)

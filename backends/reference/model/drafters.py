@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
+import torch.nn.functional as F
 from torch import Tensor, float32
 
 from pagoda.backends.reference.execution import StepBatch
@@ -27,8 +29,9 @@ from pagoda.backends.torch_decoder.drafters import (
     FeatureModel,
     HeadsModel,
     LanguageModel,
+    RowsOf,
     StagesModel,
-    load_params,
+    TokensOf,
 )
 from pagoda.backends.torch_decoder.ops import Linear
 from pagoda.common.backend import Weight
@@ -39,7 +42,10 @@ from pagoda.common.models.drafters import (
     HeadsDrafter,
     LanguageDrafter,
     StagesDrafter,
+    drafter_params,
 )
+from pagoda.common.models.shapes import checked, lacking
+from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 DraftBatch = tuple[StepBatch, Mapping[int, LayerCache]]
 """What the mixers of a drafter read: the batch, and its caches by number."""
@@ -60,25 +66,50 @@ def load_drafter(
             batch, caches = tokens.batch
             return decoder.hidden(tokens.token_ids, batch, dict(caches))
 
-        return LanguageModel(hidden, decoder.logits, params.num_bytes, decoder.records)
-    named = load_params(spec, weights, lambda array, exact: to_torch(array).to(float32 if exact else numerics.weights))
+        return LanguageModel(hidden, _most_likely(decoder.logits), params.num_bytes, decoder.records)
+    named = _load_params(spec, weights, numerics)
     if isinstance(spec, FeatureDrafter):
         assert target is not None, "the target is a decoder"
         return _feature_model(spec, named, target, numerics, max_len)
     num_bytes = held_bytes(named)
     given = NamedWeights({**named}, numerics)
 
-    def head(name: str) -> Linear:
-        return float32_linear(given.take(name), None, numerics)
+    def most_likely(name: str) -> TokensOf:
+        return _most_likely(float32_linear(given.take(name), None, numerics))
 
-    def tensor(name: str) -> Tensor:
-        return given.take(name) if name.endswith(".embed") else given.take_wide(name)
+    def rows(name: str) -> RowsOf:
+        return partial(F.embedding, weight=given.take(name))
 
     match spec:
         case HeadsDrafter():
-            return HeadsModel(spec, given.linear, head, num_bytes)
+            return HeadsModel(spec, given.linear, most_likely, num_bytes)
         case StagesDrafter():
-            return StagesModel(spec, given.linear, head, tensor, num_bytes)
+            return StagesModel(
+                spec,
+                linear=given.linear,
+                most_likely=most_likely,
+                rows=rows,
+                tensor=given.take_wide,
+                num_bytes=num_bytes,
+            )
+
+
+def _most_likely(head: Linear) -> TokensOf:
+    """Return what gives the most likely tokens of a head."""
+    return lambda hidden: head(hidden).argmax(-1)
+
+
+def _load_params(spec: DrafterSpec, weights: Iterable[Weight], numerics: Numerics) -> dict[str, Tensor]:
+    """Return every parameter of a drafter, dequantised, in the type of weights or in float32. Raise WeightError."""
+    expected = drafter_params(spec)
+    exact = {name for name, param in expected.items() if param.float32}
+    tensors = {}
+    for name, value in checked(weights, expected):
+        array = value.dequantize() if isinstance(value, QuantizedTensor) else value
+        tensors[name] = to_torch(array).to(float32 if name in exact else numerics.weights)
+    if expected:
+        raise lacking(expected)
+    return tensors
 
 
 def _feature_model(
@@ -103,7 +134,7 @@ def _feature_model(
         ops,
         paged_makers(ops),
         mixer_inputs=lambda tokens: (*tokens.batch, rotary.at(tokens.positions)),
-        head=parts["head"],
+        most_likely=_most_likely(parts["head"]),
         embed_out=parts.get("embed_out"),
         target_ids=target_ids,
         num_bytes=num_bytes,

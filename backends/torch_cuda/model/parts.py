@@ -215,6 +215,27 @@ def lookup(table: Tensor, token_ids: Tensor, comm: Comm) -> Tensor:
     return comm.all_reduce(x.masked_fill(absent[:, None], 0))
 
 
+def most_likely(scores: Tensor, vocab: int, comm: Comm) -> Tensor:
+    """Return the most likely tokens int64 [R], the first of equal ones, the same on every rank.
+
+    `scores` float32 [R, V / ranks]: this rank's part of `vocab` tokens, with padding. Ranks exchange their best token
+    alone, not their scores.
+    """
+    own = RankShard(comm.rank, comm.size).cut("V", vocab)
+    if comm.size == 1:
+        return scores[:, own].argmax(-1)
+    count = own.stop - own.start
+    if count:
+        best, column = scores[:, :count].max(-1)
+    else:  # all rows of this rank are padding
+        best = scores.new_full(scores.shape[:1], -torch.inf)
+        column = torch.zeros_like(best, dtype=torch.int64)
+    pair = torch.stack([best.view(torch.int32), (column + own.start).to(torch.int32)], -1)
+    pairs = comm.gather_last(pair).view(-1, comm.size, 2)
+    winner = pairs[:, :, 0].contiguous().view(torch.float32).argmax(-1, keepdim=True)
+    return pairs[:, :, 1].gather(1, winner)[:, 0].long()
+
+
 def rotary_tables(ropes: Iterable[Rope], max_len: int, device: torch.device) -> dict[Rope | None, Tensor | None]:
     """Return float32 [max_len, 2, R/2] of cos and sin for each distinct Rope, computed in float64; None for None."""
     tables: dict[Rope | None, Tensor | None] = {None: None}

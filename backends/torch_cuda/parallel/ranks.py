@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagoda.common.config.env import TORCH_CUDA_DEVICE
 from pagoda.common.distributed.messages import RankInfo
 from pagoda.common.errors import ConfigError
-from pagoda.common.models.spec import Ffn, Mlp, ModelSpec
+from pagoda.common.models.drafters import DrafterSpec, mixers_of, model_of
+from pagoda.common.models.mixers import Mixer
+from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec
 
 if TYPE_CHECKING:
     from pagoda.backends.torch_cuda.parallel.tensor_parallel import TorchComm
 
 
-def check(spec: ModelSpec, size: int) -> None:
-    """Raise ConfigError if the model's heads and widths do not divide evenly over `size` ranks.
+def check(spec: ModelSpec, size: int, drafter: DrafterSpec | None = None) -> None:
+    """Raise ConfigError if heads and widths of the model and its drafter do not divide evenly over `size` ranks.
 
     `check_mixers` must have passed.
     """
-    if (indivisible := _indivisible(spec, size)) is None:
+    if (indivisible := _indivisible(spec, size, drafter)) is None:
         return
-    most = min(mixer.max_ranks for mixer in spec.mixers)
-    fitting = [str(fewer) for fewer in range(1, most + 1) if _indivisible(spec, fewer) is None]
+    most = min(mixer.max_ranks for mixer in (*spec.mixers, *mixers_of(drafter)))
+    fitting = [str(fewer) for fewer in range(1, most + 1) if _indivisible(spec, fewer, drafter) is None]
     raise ConfigError(
         "--tensor-parallel-size", f"{size} ranks cannot share {indivisible} evenly; use {_either(fitting)}"
     )
@@ -58,11 +61,20 @@ def join(rank_info: RankInfo, listener: socket.socket | None) -> TorchComm:
     return join_group(rank_info, listener, use_device(rank_info.device).torch)
 
 
-def _indivisible(spec: ModelSpec, size: int) -> str | None:
-    for layer in dict.fromkeys(spec.layers):
-        for mixer in layer.mixers:
-            if (heads := mixer.indivisible(size)) is not None:
-                return heads
+def _indivisible(spec: ModelSpec, size: int, drafter: DrafterSpec | None) -> str | None:
+    if (part := _part(spec.mixers, spec.layers, size)) is not None:
+        return part
+    model = model_of(drafter)
+    part = _part(mixers_of(drafter), () if model is None else model.layers, size)
+    return None if part is None else f"{part} of the drafter"
+
+
+def _part(mixers: Sequence[Mixer], layers: Sequence[Layer], size: int) -> str | None:
+    """Return what `size` ranks cannot share evenly of mixers, or of the feed-forward blocks of layers."""
+    for mixer in mixers:
+        if (heads := mixer.indivisible(size)) is not None:
+            return heads
+    for layer in dict.fromkeys(layers):
         beside = (layer.side_moe, layer.shortcut)
         block = None if layer.block is None else layer.block.ffn
         for mlp in (

@@ -86,7 +86,7 @@ class Loader:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: ModelSpec | None,
         shard: RankShard,
         dtype: torch.dtype,
         empty: Empty,
@@ -100,12 +100,12 @@ class Loader:
         """`empty`: allocates parameters, except those with an own entry in `allocators`; `pack`: quantizes matrices.
 
         `schemes`: of parameters that the checkpoint holds quantised. `parameters`: of a drafter, in place of those of
-        the spec; `attention`: that in front of its layers.
+        the spec, which is None if it has no layers; `attention`: that in front of its layers.
         """
         self._spec = spec
         self._dtype = dtype
         self._pack = pack
-        self._parameters = params(spec) if parameters is None else parameters
+        self._parameters = _parameters(spec, parameters)
         self._layout = make_layout(spec, shard, self._parameters, attention)
         self._schemes = schemes or {}
         self._stored = _stored_packings(self._layout, self._schemes)
@@ -185,7 +185,8 @@ class Loader:
         placements = self._layout.placements
         dequantised: list[str] = []
         parts = Counter(each.tensor for each in placements.values() if each is not None)
-        for name, value in half_split(self._spec, checked(weights, missing)):
+        values = checked(weights, missing)
+        for name, value in values if self._spec is None else half_split(self._spec, values):
             if (placement := placements[name]) is None:
                 continue
             if placement.tensor in self._stored:
@@ -260,18 +261,26 @@ class Loader:
             matrix[filled:].zero_()
 
 
+def _parameters(spec: ModelSpec | None, parameters: Mapping[str, Param] | None) -> Mapping[str, Param]:
+    """Return those given, else those of the spec."""
+    if parameters is not None:
+        return parameters
+    assert spec is not None, "of a drafter without layers the parameters are given"
+    return params(spec)
+
+
 def make_layout(
-    spec: ModelSpec,
+    spec: ModelSpec | None,
     shard: RankShard,
     parameters: Mapping[str, Param] | None = None,
     attention: Mixer | None = None,
 ) -> RankLayout:
     """Return a rank's layout: q, k, v fused, gate and up fused, sharded. `ranks.check` must have passed.
 
-    `parameters`, `attention`: see `Loader`.
+    `spec`, `parameters`, `attention`: see `Loader`.
     """
     layout = RankLayout()
-    for param in (params(spec) if parameters is None else parameters).values():
+    for param in _parameters(spec, parameters).values():
         mixer = attention if param.name.startswith("inputs.attention.") else _mixer(spec, param.name)
         name = _fused_name(param.name, mixer)
         if not shard.first and name.endswith(_ONCE):
@@ -335,9 +344,9 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _mixer(spec: ModelSpec, name: str) -> Mixer | None:
+def _mixer(spec: ModelSpec | None, name: str) -> Mixer | None:
     """Return the mixer that a canonical parameter belongs to; None: to none."""
-    if not name.startswith("layers.") or ".mixers." not in name:
+    if spec is None or not name.startswith("layers.") or ".mixers." not in name:
         return None
     _, layer, _, index, *_ = name.split(".")
     return spec.layers[int(layer)].mixers[int(index)]

@@ -3,7 +3,7 @@
 `read_speculators` reads config.json of a checkpoint in the speculators format: it has the drafter's own within it.
 
 In the order of this file: the speculators format; EAGLE (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840) with Llama's
-block; layers for multi-token prediction that a model's own checkpoint has after its last layer (arXiv 2412.19437);
+block; layers for multi-token prediction that a model's own checkpoint has beside its layers (arXiv 2412.19437);
 Medusa's heads (arXiv 2401.10774) and IBM's MLP speculators (arXiv 2404.19124).
 """
 
@@ -26,6 +26,7 @@ from pagoda.common.models.drafters import (
 from pagoda.common.models.families.llama_block import LLAMA_RULES, llama
 from pagoda.common.models.family import Family, Rename, Rule, linear, rms_norm
 from pagoda.common.models.hf_config import HfConfig
+from pagoda.common.models.mixers import Attention
 from pagoda.common.models.registry import architecture_of, spec_from_config
 from pagoda.common.models.spec import Layer, ModelSpec, Norms
 from pagoda.common.models.towers import text_model
@@ -291,7 +292,30 @@ def in_mtp_layers(target: ModelSpec, family: Family, count: int) -> DrafterFamil
     return DrafterFamily(drafter, rules, _SHARED, renames=((prefix, "model.layers.0."),), only=prefix)
 
 
+_MODULE: Final[tuple[Rule, ...]] = (
+    Rename("[model.]pre_fc_norm_embedding.weight", "inputs.embed_norm"),
+    Rename("[model.]pre_fc_norm_hidden.weight", "inputs.hidden_norm"),
+    Rename("[model.]fc.weight", "inputs.project"),
+)
+
+
+def in_mtp_module(target: ModelSpec, family: Family, count: int) -> DrafterFamily:
+    """Return the module `mtp`: a layer as those of the model with full attention, whatever its last one is.
+
+    Raise ModelError if it has several layers.
+    """
+    if count > 1:
+        raise ModelError(f"method mtp: the module mtp has {count} layers, and one is supported; use another method")
+    attending = [layer for layer in target.layers if all(isinstance(mixer, Attention) for mixer in layer.mixers)]
+    if not attending:
+        raise ModelError("method mtp: the model has no layer with full attention, as its module mtp has")
+    inputs = JoinedInputs(target.final_norm, target.final_norm)
+    drafter = _drafter(replace(target, layers=(attending[-1],)), inputs, normed=True)
+    return DrafterFamily(drafter, (*_MODULE, *family.rules), renames=(("mtp.", "model."),), only="mtp.")
+
+
 def _drafter(target: ModelSpec, inputs: JoinedInputs, *, normed: bool) -> FeatureDrafter:
+    """Return a drafter with the last layer of `target`."""
     model = replace(target, layers=target.layers[-1:], head_bias=False)
     return FeatureDrafter(model, inputs, source_width=target.width, chains_normed=normed)
 
@@ -371,17 +395,30 @@ _BUILDERS: Final[Mapping[str, Builder]] = {
 }
 """Method -> what reads its drafter."""
 
-_MTP: Final[Mapping[str, Callable[[ModelSpec, Family, int], DrafterFamily]]] = {
-    "DeepseekV3ForCausalLM": numbered_after,
-    "DeepseekV32ForCausalLM": numbered_after,
-    "Glm4MoeForCausalLM": numbered_after,
-    "Glm4MoeLiteForCausalLM": numbered_after,
-    "GlmMoeDsaForCausalLM": numbered_after,
-    "MiMoForCausalLM": in_mtp_layers,
-}
-"""Architectures whose checkpoints have layers for multi-token prediction -> how these are stored."""
 
-_LAYERS_KEY: Final = "num_nextn_predict_layers"
+@dataclass(frozen=True, slots=True)
+class _MtpLayers:
+    """How checkpoints of an architecture store layers for multi-token prediction."""
+
+    read: Callable[[ModelSpec, Family, int], DrafterFamily]  # (model, its family, number of layers) -> the drafter
+    key: str = "num_nextn_predict_layers"  # Key of config.json with the number of layers.
+    unstated: int = 0  # Number of layers of a config.json without the key.
+
+
+_QWEN_MTP: Final = _MtpLayers(in_mtp_module, "mtp_num_hidden_layers", unstated=1)
+
+_MTP: Final[Mapping[str, _MtpLayers]] = {
+    "DeepseekV3ForCausalLM": _MtpLayers(numbered_after),
+    "DeepseekV32ForCausalLM": _MtpLayers(numbered_after),
+    "Glm4MoeForCausalLM": _MtpLayers(numbered_after),
+    "Glm4MoeLiteForCausalLM": _MtpLayers(numbered_after),
+    "GlmMoeDsaForCausalLM": _MtpLayers(numbered_after),
+    "MiMoForCausalLM": _MtpLayers(in_mtp_layers),
+    "Qwen3NextForCausalLM": _QWEN_MTP,
+    "Qwen3_5ForCausalLM": _QWEN_MTP,
+    "Qwen3_5MoeForCausalLM": _QWEN_MTP,
+}
+"""Architectures whose checkpoints have layers for multi-token prediction."""
 
 
 def drafter_of(method: str, config: Mapping[str, Any], names: Collection[str], target: ModelSpec) -> DrafterFamily:
@@ -409,10 +446,13 @@ def mtp_drafter(config: Mapping[str, Any], names: Collection[str], target: Model
             f"method mtp: architecture {architecture} has no supported layers for multi-token prediction; "
             f"those of {', '.join(_MTP)} are, or use another method"
         )
-    count = text.get(_LAYERS_KEY) or 0
+    layers = _MTP[architecture]
+    count = text.get(layers.key, layers.unstated) or 0
     if count < 1:
-        raise ModelError(f"method mtp: {_LAYERS_KEY} is {count}: the checkpoint has no such layers; use another method")
-    drafter = _MTP[architecture](target, family, count)
+        raise ModelError(f"method mtp: {layers.key} is {count}: the checkpoint has no such layers; use another method")
+    if text.get("mtp_use_dedicated_embeddings"):
+        raise ModelError("method mtp: mtp_use_dedicated_embeddings is true, which is unsupported; use another method")
+    drafter = layers.read(target, family, count)
     if names and not any(name.startswith(drafter.only) for name in names):
         raise ModelError(f"method mtp: the checkpoint has no tensors {drafter.only}*; use one that has, or drop it")
     return drafter

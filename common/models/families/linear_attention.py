@@ -202,7 +202,7 @@ QWEN3_NEXT_RULES = (
     Rename(f"{_LINEAR}.out_proj.weight", f"{_TARGET}.o"),
 )
 
-# The layers `mtp` only propose drafts.
+# The module `mtp` only proposes drafts: `drafters.in_mtp_module`.
 QWEN3_NEXT = Family(_qwen3_next, QWEN3_NEXT_RULES, ignored=("*.rotary_emb.inv_freq", "lm_head.weight", "mtp.*"))
 QWEN3_5 = replace(QWEN3_NEXT, build=_qwen3_5)
 QWEN3_5_MOE = replace(QWEN3_NEXT, build=partial(_qwen3_5, moe=True))

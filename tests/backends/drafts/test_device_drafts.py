@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import support.devices.jax_devices
 from support.checkpoints.naive_drafters import naive_guesses, random_drafter
+from support.devices.thread_ranks import on_ranks
 from support.engines.backend_options import make_options
 from support.engines.reference_driver import random_weights, tiny_spec
 from support.engines.scripted_masks import add_masked
@@ -18,6 +19,8 @@ from support.suite.slow_matrix import thinned
 
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.device import CPU
+from pagoda.backends.torch_cuda.parallel.tensor_parallel import Comm
+from pagoda.common.backend import RankLink
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import KvLayout, kv_layout
@@ -155,9 +158,13 @@ def make_core(
     weights: Weights | None = None,
     own: Weights | None = None,
     blocks: int = 80,
+    comm: Comm | None = None,
     **settings,
 ) -> EngineCore:
-    """Return an engine with these weights, by default random ones, of the target and of the drafter."""
+    """Return an engine with these weights, by default random ones, of the target and of the drafter.
+
+    `comm`: of the ranks of torch_cuda that share both.
+    """
     drafts = 0 if drafter is None else 3
     limits = JAX_LIMITS if backend_name == "jax_tpu" else LIMITS
     limits = replace(limits, max_drafts=drafts, device_drafts=drafter is not None, **settings)
@@ -167,8 +174,9 @@ def make_core(
     else:
         layout = kv_layout(SPEC, limits.block_size, drafter=() if drafter is None else drafter.caches)
         device = {"device": CPU} if backend_name == "torch_cuda" else {}
+        shared = {} if comm is None else {"tensor": comm.size, "rank": RankLink(comm, comm.rank)}
         backend = load_backend(backend_name).create(
-            make_options(SPEC, limits=limits, layout=layout, drafter=drafter), **device
+            make_options(SPEC, limits=limits, layout=layout, drafter=drafter, **shared), **device
         )
     backend.load((WEIGHTS if weights is None else weights).items())
     if drafter is not None:
@@ -264,6 +272,40 @@ def test_outputs_are_those_without_drafts_and_guesses_as_defined(backend: str, n
     wrong = sum(defined_guesses(name, tuple(tokens))[: len(guessed)] != guessed for tokens, guessed in ran.guesses)
     assert len(ran.guesses) > 6 * len(names)
     assert wrong == 0
+
+
+SHARDED = {  # their vocabularies leave rank 1 fewer tokens than rank 0, that of "attended" none
+    **{"language of another shape": "its own embedding and head", "joined": "those of the target"},
+    **{"joined and normed": "its own of the target's tokens", "attended": "its own of fewer tokens, captured layers"},
+    **{"heads": "a head per guess", "tied stages": "an embedding and head for all guesses"},
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_ranks_guess_the_same_as_one(name: str, plain: Run):
+    names = ("greedy", "seeded")
+    every = on_ranks(2, lambda comm: run(make_core("torch_cuda", DRAFTERS[name], comm=comm), names))
+    for ran in every:
+        assert ran.tokens == chosen(plain.tokens, names)
+        assert ran.guesses == every[0].guesses
+        assert len(ran.guesses) > 12
+        assert all(defined_guesses(name, tuple(tokens))[: len(guessed)] == guessed for tokens, guessed in ran.guesses)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_that_pad_a_head_are_never_guessed(size: int):
+    """All scores of its 40 tokens are below 0, what padding would have."""
+    drafter = DRAFTERS["attended"]
+    own = random_drafter(drafter)
+    own["layers.0.ffn.down_bias"][0] = 1000  # the first channel of all hidden states is positive
+    own["layers.0.norms.after_ffn"][0] = 1000
+    own["final_norm"][:] = 1
+    own["head"][:] = 0
+    own["head"][:, 0] = -1 - np.arange(40) % 7
+    own["head"][29, 0] = -0.5
+    every = on_ranks(size, lambda comm: run(make_core("torch_cuda", drafter, own=own, comm=comm), ["greedy"]))
+    for ran in every:
+        assert {token for _, guessed in ran.guesses for token in guessed} == {29 + int(own["target_ids"][29])}
 
 
 def first_layer_alone() -> Weights:

@@ -9,6 +9,7 @@ import pytest
 import support.devices.jax_devices
 from support.checkpoints.adapted_models import random_adapter
 from support.checkpoints.naive_drafters import random_drafter
+from support.devices.thread_ranks import on_ranks
 from support.engines.backend_options import make_options
 from support.engines.engine_runs import drain, new_tokens
 from support.engines.reference_driver import random_weights, tiny_spec
@@ -16,7 +17,8 @@ from support.engines.replaying import Replaying, drafting
 
 from pagoda.backends.registry import load_backend
 from pagoda.backends.torch_cuda.device import CPU
-from pagoda.common.backend import Backend
+from pagoda.backends.torch_cuda.parallel.tensor_parallel import Comm
+from pagoda.common.backend import Backend, RankLink
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
@@ -100,11 +102,12 @@ def store_of(backend: Backend) -> AdapterStore:
     return AdapterStore(read, 3)
 
 
-def make_backend(name: str, limits: Limits, drafter: DrafterSpec | None = None) -> Backend:
+def make_backend(name: str, limits: Limits, drafter: DrafterSpec | None = None, comm: Comm | None = None) -> Backend:
     layout = kv_layout(SPEC, limits.block_size, drafter=() if drafter is None else drafter.caches)
     device = {"device": CPU} if name == "torch_cuda" else {}
     lora = LoraOptions(SLOTS, RANK, "float32")
-    options = make_options(SPEC, limits=limits, layout=layout, lora=lora, drafter=drafter)
+    shared = {} if comm is None else {"tensor": comm.size, "rank": RankLink(comm, comm.rank)}
+    options = make_options(SPEC, limits=limits, layout=layout, lora=lora, drafter=drafter, **shared)
     backend = load_backend(name).create(options, **device)
     backend.load(random_weights(SPEC))
     if drafter is not None:
@@ -207,6 +210,15 @@ def test_drafter_models_change_no_answer(name: str, kind: str, plain) -> None:
     if kind == "language":  # the target itself, so that greedy requests without an adapter accept all
         assert counts["accepted"] > 15
     backend.close()
+
+
+def test_drafter_models_on_ranks_change_no_answer(plain) -> None:
+    limits = replace(LIMITS, max_drafts=3, device_drafts=True)
+
+    def ask(comm: Comm) -> object:
+        return answers(make_core(make_backend("torch_cuda", limits, joined(), comm), limits, joined()))
+
+    assert on_ranks(2, ask) == [plain, plain]
 
 
 @pytest.mark.parametrize("name", ["reference", "torch_cuda"])

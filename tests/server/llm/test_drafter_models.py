@@ -121,7 +121,8 @@ def test_backends_without_drafter_models_refuse_them_by_name():
 @pytest.mark.parametrize(
     ("backend", "sizes", "named"),
     [
-        ("torch_cuda", {"tensor_parallel_size": 2}, "torch_cuda runs drafters on one device; drop --tensor-parallel"),
+        ("torch_cuda", {"tensor_parallel_size": 2}, None),
+        ("reference", {"tensor_parallel_size": 2}, "reference runs drafters on one device; drop --tensor-parallel"),
         ("reference", {"data_parallel_size": 2}, None),  # an engine for each
         ("jax_tpu", {"nnodes": 2}, "jax_tpu runs drafters on one host; drop --nnodes"),
         ("jax_tpu", {"tensor_parallel_size": 2, "data_parallel_size": 2}, None),

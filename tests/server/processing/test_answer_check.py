@@ -52,8 +52,8 @@ def test_sequences_are_joined_and_read_when_they_end(yields_deltas: bool) -> Non
 
 def test_another_end_token_of_the_model_ends_an_answer() -> None:
     again = EndedAnswers(ResolvedGrammar(""), TOKENIZER, thinking=None, yields_deltas=False, end_token_ids=[106])
-    ends = [output("[1]", "stop", 106), output("[2]", "stop", 7, index=1)]  # type: ignore[arg-type]
-    assert answers(again, *ends) == [(0, "[1]")]
+    ends = [output("[1]j", "stop", 106, end=False), output("[2]", "stop", 7, index=1)]  # type: ignore[arg-type]
+    assert answers(again, *ends) == [(0, "[1]")], "its text is no part of the answer"
 
 
 @each_row(("reason", "stop"), [("length", None), ("stop", "]"), ("abort", None), ("error", "why")])

@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @contextmanager
 def loaded(model: str, **settings: Any) -> Iterator[LLM]:
-    llm = LLM(model, backend="torch_cuda", dtype="float32", disable_log_stats=True, **SMALL | settings)
+    llm = LLM(model, backend="torch_cuda", dtype="float32", **SMALL | {"disable_log_stats": True} | settings)
     try:
         yield llm
     finally:
@@ -82,6 +82,18 @@ def test_two_ranks_generate_as_one_until_one_dies(model: str, young: Children) -
     with loaded(model, tensor_parallel_size=2) as again:
         assert ask(again, GREEDY) == greedy
     assert young() == []
+
+
+def test_two_ranks_share_a_drafter(model: str) -> None:
+    """The model guesses for itself: a rank with a wrong part of the drafter's parameters would make wrong guesses."""
+    drafter = {"method": "draft_model", "model": model, "num_speculative_tokens": 3, "draft_tensor_parallel_size": 2}
+    with loaded(model) as alone:
+        greedy = ask(alone, GREEDY)
+    with loaded(model, tensor_parallel_size=2, speculative_config=drafter, disable_log_stats=False) as both:
+        assert ask(both, GREEDY) == greedy
+        counts = {each.name.removeprefix("vllm:spec_decode_"): each for each in both.get_metrics()}
+    drafts, accepted = counts["num_draft_tokens"].value, counts["num_accepted_tokens"].value
+    assert drafts == accepted > len(PROMPTS)
 
 
 @pytest.mark.program("ray")

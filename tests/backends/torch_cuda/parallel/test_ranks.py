@@ -10,6 +10,7 @@ from support.devices.thread_ranks import on_ranks
 from support.devices.torch_cuda_model import TorchCudaModel
 from support.engines.reference_driver import random_weights, tiny_spec
 
+from pagoda.backends.torch_cuda.model.parts import most_likely
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, Comm
 from pagoda.common.models.mixers import (
     Attention,
@@ -201,6 +202,23 @@ def test_ranks_answer_as_one(kind: str, size: int) -> None:
     assert want.std() > 0.1, "a flat answer proves nothing"
     for rank_logits in on_ranks(size, lambda comm: logits(model, comm)):
         torch.testing.assert_close(rank_logits, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [70, 64, 130])
+def test_ranks_take_the_first_of_equal_tokens_and_no_padding(vocab: int) -> None:
+    """Of 130 tokens the third rank has two, of 70 none; padding would win against negative scores."""
+    scores = torch.full((3, vocab), -2.0)
+    scores[0, [20, 63]] = -1.0
+    scores[1, [11, vocab - 1]] = -1.0
+    scores[2, vocab - 1] = -0.5
+
+    def own(comm: Comm) -> torch.Tensor:
+        padded = torch.zeros(3, 3 * 64)
+        padded[:, :vocab] = scores
+        return most_likely(padded[:, 64 * comm.rank : 64 * (comm.rank + 1)], vocab, comm)
+
+    assert [each.tolist() for each in on_ranks(3, own)] == [[20, 11, vocab - 1]] * 3
+    assert most_likely(scores, vocab, SINGLE_RANK).tolist() == [20, 11, vocab - 1]
 
 
 def test_shared_norm_with_unit_offset() -> None:

@@ -12,6 +12,7 @@ from pagoda.backends.torch_cuda.parallel.ranks import check
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import RankShard
 from pagoda.backends.torch_cuda.weights.load import make_layout
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.drafters import AttendedInputs, FeatureDrafter, HeadsDrafter, LanguageDrafter
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Mlp, ModelSpec, Moe, Router, SideMoe
@@ -94,3 +95,20 @@ def test_a_size_that_does_not_divide(size: int, spec: ModelSpec, message: str) -
     with pytest.raises(ConfigError) as caught:
         check(spec, size)
     assert str(caught.value) == f"--tensor-parallel-size: {message}"
+
+
+def test_a_size_that_does_not_divide_a_drafter() -> None:
+    """It divides the model; of the drafter the attention in front of the layers counts, and the layers' own blocks."""
+    one_head = replace(SPEC.layers[0].attention, heads=1, kv_heads=1, beside_embedding=True)
+    layer = replace(SPEC.layers[0], mixers=())
+    inputs = AttendedInputs(one_head, Norm(1e-5), Norm(1e-5))
+    attends = FeatureDrafter(replace(SPEC, layers=(layer,)), inputs, source_width=SPEC.width)
+    with pytest.raises(
+        ConfigError, match=r"^--tensor-parallel-size: 2 ranks .* 1 query heads of the drafter .*; use 1$"
+    ):
+        check(SPEC, 2, attends)
+    narrow = replace(SPEC.layers[0], ffn=Mlp(7, "silu", gated=True))
+    with pytest.raises(ConfigError, match=r"2 ranks cannot share the ffn width of 7 of the drafter evenly; use 1$"):
+        check(SPEC, 2, LanguageDrafter(replace(SPEC, layers=(narrow,))))
+    check(SPEC, 2, LanguageDrafter(SPEC))
+    check(SPEC, 2, HeadsDrafter(SPEC.vocab, SPEC.width, heads=3, blocks=1))
