@@ -26,6 +26,7 @@ from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
 from pagoda.backends.jax_tpu.execution.programs import CompileCache, CompiledPrograms, JaxCompileReport
 from pagoda.backends.jax_tpu.execution.sampler import JaxSampler
 from pagoda.backends.jax_tpu.execution.shapes import (
+    LastDrafts,
     Plans,
     check_invariant,
     check_tables,
@@ -186,6 +187,7 @@ class Serving:
 
     programs: CompiledPrograms[StepProgramSet, StepProgramKind]
     sampler: JaxSampler
+    last_drafts: LastDrafts
 
 
 class JaxBackend:
@@ -349,8 +351,8 @@ class JaxBackend:
         programs: CompiledPrograms[StepProgramSet, StepProgramKind] = CompiledPrograms(
             self._program_set(num_blocks), strict=self.strict, cache=self._compile_cache
         )
-        sampler = JaxSampler(programs, self.model.shards * self.limits.max_num_seqs)
-        self._initialised = Serving(programs, sampler)
+        rows = self.model.shards * self.limits.max_num_seqs
+        self._initialised = Serving(programs, JaxSampler(programs, rows), LastDrafts(rows))
         self._caches = self._empty_caches(num_blocks)
 
     def _program_set(self, num_blocks: tuple[int, ...]) -> StepProgramSet:
@@ -403,7 +405,7 @@ class JaxBackend:
             for start in plan.starts:
                 sampler.start(start)
         self._copy_states(active, programs)
-        shape, packed = make_batch(active, shards, programs.program_set.shapes, shards * size)
+        shape, packed = make_batch(active, shards, programs.program_set.shapes, shards * size, serving.last_drafts)
         if any(plan.embeds is not None for plan in active.values()):
             embeds = make_embeds(active, shards, shape.tokens, self.model.spec.hidden_width, self.model.dtype)
             self._caches, hidden, logits, *left = programs[ForwardEmbeds(shape)](

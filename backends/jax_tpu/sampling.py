@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, resolve_guesses
-from pagoda.backends.jax_tpu.model.model import LANES
+from pagoda.backends.jax_tpu.model.slots import LANES
 from pagoda.backends.jax_tpu.parallel import partition
 from pagoda.common.engine.sampling.rules import LARGEST_UNIFORM, MIX_1, MIX_2, TOKEN_STRIDE, LogprobsMode
 from pagoda.common.engine.sampling.state import Kind

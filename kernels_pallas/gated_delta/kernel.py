@@ -50,8 +50,10 @@ def gated_delta_kernel(
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernels. Arguments as `gated_delta`."""
     tokens = inputs.v.shape[0]
-    rows = min(tokens, batch.max_seqs)
-    decoded, states = decode(inputs.rows(slice(rows)), states, layer, batch, interpret=interpret)
+    decoded = None
+    if not batch.drops_states:
+        rows = min(tokens, batch.max_seqs)
+        decoded, states = decode(inputs.rows(slice(rows)), states, layer, batch, interpret=interpret)
     rest = partial(mixed, inputs, layer=layer, batch=batch, exact=exact, interpret=interpret)
     return join(decoded, states, batch, tokens, None if decode_only else rest)
 
@@ -121,8 +123,10 @@ def mixed(
         middle = (0,) * (len(block) - 2)
         return pl.BlockSpec((slots, *block), lambda slot, i, _, visits: (slot, *middle, visits.tile[i], 0))
 
-    state = pl.BlockSpec(
-        (1, 1, slots * group, rows, width), lambda slot, i, layer, visits: (layer[0], visits.block[i], slot, 0, 0)
+    state_shape = (1, 1, slots * group, rows, width)
+    read_state = pl.BlockSpec(state_shape, lambda slot, i, layer, visits: (layer[0], visits.block[i], slot, 0, 0))
+    written_state = pl.BlockSpec(
+        state_shape, lambda slot, i, layer, visits: (layer[0], batch.target(visits.block[i]), slot, 0, 0)
     )
     row_spec = pl.BlockSpec((slots, group, TILE), lambda slot, i, _, visits: (slot, 0, visits.tile[i]))
     inputs_of_call = (layer[None], visits, q, k, v, columns, decay)
@@ -138,9 +142,9 @@ def mixed(
                 tile_of(group, TILE, width),
                 tile_of(TILE, 2 * group),
                 row_spec,
-                state,
+                read_state,
             ],
-            out_specs=[tile_of(group, TILE, width), state],
+            out_specs=[tile_of(group, TILE, width), written_state],
             scratch_shapes=[pltpu.VMEM((slots * group, rows, width), jnp.float32)],
         ),
         input_output_aliases={len(jax.tree.leaves(inputs_of_call)): 1},

@@ -21,6 +21,8 @@ def gated_delta_reference(
     inputs: DeltaInputs, states: jax.Array, layer: jax.Array, batch: RecurrentBatch, *, decode_only: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the rule. Arguments as `gated_delta`."""
+    if batch.drops_states:
+        return _mixed(inputs, jnp.zeros(inputs.v.shape, jnp.float32), states, layer, batch)
     out, states = _decode(inputs, states, layer, batch)
     return (out, states) if decode_only else _mixed(inputs, out, states, layer, batch)
 
@@ -69,7 +71,7 @@ def _mixed(
             return jax.lax.dynamic_update_slice_in_dim(out, merged, start, 0), state
 
         out, state = jax.lax.fori_loop(0, (end - begin + CHUNK - 1) // CHUNK, chunk, (out, state))
-        return out, states.at[layer, batch.blocks[s]].set(state)
+        return out, states if batch.drops_states else states.at[layer, batch.blocks[s]].set(state)
 
     out, states = jax.lax.fori_loop(batch.counts[0], batch.counts[1], sequence, (out, states))
     return out[:tokens], states

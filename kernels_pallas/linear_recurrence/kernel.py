@@ -46,8 +46,10 @@ def recurrence_kernel(
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernels. Arguments as `linear_recurrence`."""
     tokens = inputs.values[0].shape[0]
-    rows = min(tokens, batch.max_seqs)
-    decoded, states = decode(rule, inputs.rows(slice(rows)), states, layer, batch, interpret=interpret)
+    decoded = None
+    if not batch.drops_states:
+        rows = min(tokens, batch.max_seqs)
+        decoded, states = decode(rule, inputs.rows(slice(rows)), states, layer, batch, interpret=interpret)
     rest = partial(mixed, rule, inputs, layer=layer, batch=batch, interpret=interpret)
     return join(decoded, states, batch, tokens, None if decode_only else rest)
 
@@ -98,16 +100,21 @@ def mixed(
         )
         return x.swapaxes(0, 1), block
 
-    def state_index(part: Any, i: Any, layer: Any, visits: TileVisits) -> tuple[Any, ...]:
+    def read_index(part: Any, i: Any, layer: Any, visits: TileVisits) -> tuple[Any, ...]:
         slot, split = _divide(part, splits)
         return layer[0], visits.block[i], slot, 0, split
+
+    def written_index(part: Any, i: Any, layer: Any, visits: TileVisits) -> tuple[Any, ...]:
+        slot, split = _divide(part, splits)
+        return layer[0], batch.target(visits.block[i]), slot, 0, split
 
     def fixed_index(part: Any, *_: Any) -> tuple[Any, ...]:
         slot, split = _divide(part, splits)
         return slot, 0, split
 
     fixed = pl.BlockSpec((1, rows, lanes), fixed_index)
-    state = pl.BlockSpec((1, 1, 1, rows, lanes), state_index)
+    read_state = pl.BlockSpec((1, 1, 1, rows, lanes), read_index)
+    written_state = pl.BlockSpec((1, 1, 1, rows, lanes), written_index)
     keys = [of_parts(x, 1) for x in inputs.keys]
     values = [of_parts(x, splits) for x in inputs.values]
     key_arrays, key_specs = zip(*keys)
@@ -147,8 +154,8 @@ def mixed(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(slots * splits, num_visits),
-            in_specs=[key_specs, value_specs, (fixed,) * len(inputs.fixed), state],
-            out_specs=[value_specs[0], state],
+            in_specs=[key_specs, value_specs, (fixed,) * len(inputs.fixed), read_state],
+            out_specs=[value_specs[0], written_state],
             scratch_shapes=[pltpu.VMEM((rows, lanes), jnp.float32)],
         ),
         input_output_aliases={len(jax.tree.leaves((layer, visits, arrays))): 1},

@@ -23,6 +23,9 @@ def recurrence_reference(
     decode_only: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the rule. Arguments as `linear_recurrence`."""
+    if batch.drops_states:
+        out = jnp.zeros(inputs.values[0].shape, jnp.float32)
+        return _mixed(rule, inputs, out, states, layer, batch)
     out, states = _decode(rule, inputs, states, layer, batch)
     return (out, states) if decode_only else _mixed(rule, inputs, out, states, layer, batch)
 
@@ -70,6 +73,6 @@ def _mixed(
             return out.at[t].set(row[:, 0]), state
 
         out, state = jax.lax.fori_loop(batch.query_start[s], batch.query_start[s + 1], token, (out, state))
-        return out, states.at[layer, batch.blocks[s]].set(state)
+        return out, states if batch.drops_states else states.at[layer, batch.blocks[s]].set(state)
 
     return jax.lax.fori_loop(batch.counts[0], batch.counts[1], sequence, (out, states))

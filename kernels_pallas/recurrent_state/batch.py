@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,11 +18,18 @@ class RecurrentBatch:
     blocks: jax.Array  # int32 [S]: the block of each sequence's state
     is_first: jax.Array  # bool [S]: the sequence has no tokens before, so its state is 0 whatever the block holds
     counts: jax.Array  # int32 [2]: sequences of one token (which come first), all sequences
+    drops_states: bool = field(default=False, metadata={"static": True})
+    """The states after the tokens are dropped: kernels write them to block 0, which nobody reads. No sequence then
+    counts as one of one token."""
 
     @property
     def max_seqs(self) -> int:
         """Return S, which is static."""
         return self.blocks.shape[0]
+
+    def target(self, block: Any) -> Any:
+        """Return the block to which the state after the tokens is written, for the one in which it was before."""
+        return 0 if self.drops_states else block
 
     @staticmethod
     def shapes(seqs: int, sharding: Any = None) -> Any:

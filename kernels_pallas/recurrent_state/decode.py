@@ -181,7 +181,7 @@ def decode(
 
 
 def join(
-    decoded: jax.Array,
+    decoded: jax.Array | None,
     states: jax.Array,
     batch: RecurrentBatch,
     tokens: int,
@@ -189,9 +189,14 @@ def join(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs [T, J, W] of all tokens, zero for padding, and the states.
 
-    decoded: of the sequences of one token, as of `decode`. mixed: applies the rule to the others (None: there are none)
-    from the states -> [T, J, W], undefined for other tokens, and the states.
+    decoded: of the sequences of one token, as of `decode` (None: there are none, as the states are dropped). mixed:
+    applies the rule to the others (None: there are none) from the states -> [T, J, W], undefined for other tokens, and
+    the states.
     """
+    if decoded is None:
+        assert mixed is not None, "a batch has sequences of one kind"
+        out, states = mixed(states)
+        return jnp.where(jnp.arange(tokens)[:, None, None] < batch.query_start[batch.counts[1]], out, 0), states
     decoded = jnp.pad(decoded, ((0, tokens - len(decoded)), (0, 0), (0, 0)))
     token = jnp.arange(tokens)[:, None, None]
     out = jnp.where(token < batch.counts[0], decoded, 0)

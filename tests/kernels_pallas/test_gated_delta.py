@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ def make_case(seqs: list[tuple[int, int]]) -> tuple[tuple[Any, ...], np.ndarray,
     starts = np.full(SEQS + 1, 10**6, np.int32)
     starts[: len(seqs) + 1] = np.cumsum([0] + [new for new, _ in seqs])
     blocks, first = np.full(SEQS, 10**6, np.int32), np.ones(SEQS, bool)
-    blocks[: len(seqs)] = rng.permutation(BLOCKS)[: len(seqs)]
+    blocks[: len(seqs)] = 1 + rng.permutation(BLOCKS - 1)[: len(seqs)]
     q, k = (rng.normal(size=(TOKENS, KEY_HEADS, KEY)) for _ in "qk")
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     v, beta = rng.normal(size=(TOKENS, HEADS, VALUE)), rng.random((TOKENS, HEADS))
@@ -79,6 +80,17 @@ def test_a_batch(call: Any, seqs: list[tuple[int, int]]) -> None:
     out, states = call(*arguments)
     np.testing.assert_allclose(out, expected, atol=2e-5)
     np.testing.assert_allclose(states, after, atol=2e-5)
+    assert not races_found()
+
+
+@pytest.mark.parametrize("call", [kernel, reference], ids=["kernel", "reference"])
+def test_states_that_are_dropped(call: Any) -> None:
+    """No block changes but the null block."""
+    (inputs, states, batch), expected, _ = make_case(MIXED)
+    counts = jnp.array([0, len(MIXED)], jnp.int32)
+    out, after = call(inputs, states, replace(batch, counts=counts, drops_states=True))
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    np.testing.assert_array_equal(after[:, 1:], states[:, 1:])
     assert not races_found()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -73,7 +73,7 @@ def make_case(shape: Shape, seqs: list[tuple[int, int]], tokens: int) -> tuple[t
     starts = np.full(SEQS + 1, 10**6, np.int32)
     starts[: len(seqs) + 1] = np.cumsum([0] + [new for new, _ in seqs])
     blocks, first = np.full(SEQS, 10**6, np.int32), np.ones(SEQS, bool)
-    blocks[: len(seqs)] = rng.permutation(BLOCKS)[: len(seqs)]
+    blocks[: len(seqs)] = 1 + rng.permutation(BLOCKS - 1)[: len(seqs)]
     key, per_head = (tokens, shape.slots, shape.rows), (tokens, shape.slots, shape.heads)
     q, k = rng.normal(size=key), rng.normal(size=key)
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
@@ -133,6 +133,18 @@ def test_a_batch(name: str, seqs: list[tuple[int, int]], kernel: bool) -> None:
     out, states = call(shape.rule, kernel, *arguments)
     np.testing.assert_allclose(out, expected, atol=3e-5)
     np.testing.assert_allclose(states, after, atol=3e-5)
+    assert not races_found()
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "reference"])
+def test_states_that_are_dropped(kernel: bool) -> None:
+    """No block changes but the null block."""
+    shape = SHAPES["one decay per head"]
+    (inputs, states, batch), expected, _ = make_case(shape, MIXED, 256)
+    counts = jnp.array([0, len(MIXED)], jnp.int32)
+    out, after = call(shape.rule, kernel, inputs, states, replace(batch, counts=counts, drops_states=True))
+    np.testing.assert_allclose(out, expected, atol=3e-5)
+    np.testing.assert_array_equal(after[:, 1:], states[:, 1:])
     assert not races_found()
 
 

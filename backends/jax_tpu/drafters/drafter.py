@@ -23,7 +23,6 @@ from pagoda.backends.jax_tpu.model.decoder import JaxDecoder
 from pagoda.backends.jax_tpu.model.layers import Caches
 from pagoda.backends.jax_tpu.model.mixers.registry import MIXERS
 from pagoda.backends.jax_tpu.model.model import (
-    LANES,
     DraftInputs,
     Leaves,
     StepModel,
@@ -32,6 +31,7 @@ from pagoda.backends.jax_tpu.model.model import (
     module_arrays,
 )
 from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext
+from pagoda.backends.jax_tpu.model.slots import LANES
 from pagoda.backends.jax_tpu.parallel import partition
 from pagoda.backends.jax_tpu.weights.arrange import NO_FORMATS, MatrixFormat, Path
 from pagoda.common.engine.steps.shapes import StepShape

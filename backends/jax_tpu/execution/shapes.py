@@ -60,21 +60,40 @@ def step_shapes(model: StepModel, limits: Limits, *, factor: int) -> StepShapes:
     groups = len(model.layout.groups)
     if model.kernel.batch_invariant:
         return StepShapes.single(limits, groups)
-    return StepShapes.of(limits, groups, factor=factor, fine=model.kernel.use_kernel)
+    shapes = StepShapes.of(limits, groups, factor=factor, fine=model.kernel.use_kernel)
+    return replace(shapes, replays=limits.max_drafts) if model.state_pools else shapes
 
 
 Plans = Mapping[int, StepPlan]
 """Shard -> its plan for one step, with global row numbers. Not empty; idle shards are absent."""
 
 
-def make_batch(plans: Plans, shards: int, shapes: StepShapes, empty_row: int) -> tuple[StepShape, Int32]:
+class LastDrafts:
+    """How many drafts each row had in its last step. The device knows how many of them were rejected."""
+
+    def __init__(self, rows: int) -> None:
+        self._counts = np.zeros(rows, np.int32)
+
+    def replaced(self, plan: StepPlan) -> Int32:
+        """Return the drafts of the last step of each of the plan's rows, int32 [S]; its own drafts replace them."""
+        self._counts[[start.row for start in plan.starts]] = 0
+        counts = self._counts[plan.rows]
+        self._counts[plan.rows] = 0 if plan.num_drafts is None else plan.num_drafts
+        return counts
+
+
+def make_batch(
+    plans: Plans, shards: int, shapes: StepShapes, empty_row: int, last_drafts: LastDrafts
+) -> tuple[StepShape, Int32]:
     """Return the smallest shape for every shard's plan, and the packed step int32 [shards, packed_size(shape)]."""
     tokens, seqs = (max(sizes) for sizes in zip(*((plan.num_tokens, plan.num_seqs) for plan in plans.values())))
     decode_only = all(plan.num_tokens == plan.num_seqs and plan.embeds is None for plan in plans.values())
     drafts = any(plan.num_drafts is not None for plan in plans.values())
     adapted = any(map(is_adapted, plans.values()))
     shape = shapes.shape_for(tokens, seqs, decode_only, drafts, adapted)
-    return shape, np.stack([_packed(plans.get(shard), shape, empty_row) for shard in range(shards)])
+    before = {shard: last_drafts.replaced(plan) for shard, plan in plans.items()} if shape.replays else {}
+    packed = [_packed(plans.get(shard), shape, empty_row, before.get(shard)) for shard in range(shards)]
+    return shape, np.stack(packed)
 
 
 def is_adapted(plan: StepPlan) -> bool:
@@ -97,7 +116,7 @@ def make_embeds(plans: Plans, shards: int, tokens: int, width: int, dtype: npt.D
     return embeds.reshape(-1, width)
 
 
-def _packed(plan: StepPlan | None, shape: StepShape, empty_row: int) -> Int32:
+def _packed(plan: StepPlan | None, shape: StepShape, empty_row: int, last_drafts: Int32 | None) -> Int32:
     if plan is None:
         return pack_step(shape, _EMPTY, _ZERO, _EMPTY, _EMPTY, (0, 0), (), empty_row)
     lengths = np.diff(plan.query_start)
@@ -117,6 +136,7 @@ def _packed(plan: StepPlan | None, shape: StepShape, empty_row: int) -> Int32:
         plan.num_drafts,
         plan.adapter_slots,
         plan.num_guesses,
+        last_drafts,
     )
 
 

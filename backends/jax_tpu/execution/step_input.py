@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagoda.backends.jax_tpu.model.slots import KvStack, LatentStack, Stack, StateStack, TailStack
+from pagoda.backends.jax_tpu.execution.replay import StateReplay
+from pagoda.backends.jax_tpu.execution.tiles import tiled_shape
+from pagoda.backends.jax_tpu.model.slots import DraftStack, KvStack, LatentStack, Stack, StateStack, TailStack
 from pagoda.common.config.groups.nested.pooler import PoolingKind
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.pooling.values import PoolPlan
@@ -54,7 +56,9 @@ class KernelChoice:
                 latents = self.latent_layout(stack.rank, stack.rope_dim)
                 return jax.ShapeDtypeStruct(latents.shape(1, 1)[2:], latents.word_dtype)
             case TailStack():
-                shape: tuple[int, ...] = (stack.slots // tensor * stack.rows, stack.width)
+                shape: tuple[int, ...] = tiled_shape(stack.slots // tensor * stack.rows * stack.width)
+            case DraftStack():
+                shape = tiled_shape(stack.slots // tensor * stack.drafts * stack.width)
             case StateStack():
                 shape = (stack.heads // tensor, stack.key_dim, stack.value_dim)
             case _:
@@ -83,7 +87,7 @@ class KernelChoice:
 def packed_size(shape: StepShape) -> int:
     """Return the length of a step's packed array."""
     drafts = shape.seqs if shape.width > 1 else 0
-    optional = drafts + (shape.seqs if shape.adapted else 0) + (shape.seqs if shape.guesses else 0)
+    optional = drafts + sum(shape.seqs for each in (shape.adapted, shape.guesses, shape.replays) if each)
     return shape.tokens + 3 * shape.seqs + 1 + 2 + optional + shape.groups * shape.seqs * shape.pages
 
 
@@ -104,6 +108,8 @@ class StepInput:
     adapter_slots: jax.Array | None = None  # int32 [S], or NO_ADAPTER; None: no sequence has an adapter
     adapter_mask: jax.Array | None = None  # bool [T, A], see `slot_mask`
     guess_counts: jax.Array | None = None  # int32 [S]: guesses after each sequence; None: no drafter model
+    last_drafts: jax.Array | None = None  # int32 [S]: drafts of each row's last step; None: nothing is run again
+    replay: StateReplay | None = None  # None: recurrent state includes all tokens before the step
     scattered: bool = False  # between mixers and feed-forward blocks each device has T / tensor of the tokens
     pieces: int = 1  # of a scattered step, in which its tokens are exchanged; each device has a part of each piece
 
@@ -113,8 +119,9 @@ class StepInput:
         drafts = shape.seqs if shape.width > 1 else 0
         adapters = shape.seqs if shape.adapted else 0
         guesses = shape.seqs if shape.guesses else 0
-        sizes = (shape.tokens, shape.seqs + 1, shape.seqs, shape.seqs, 2, drafts, adapters, guesses)
-        token_ids, query_start, kv_len, rows, counts, num_drafts, slots, guess_counts, tables = jnp.split(
+        replays = shape.seqs if shape.replays else 0
+        sizes = (shape.tokens, shape.seqs + 1, shape.seqs, shape.seqs, 2, drafts, adapters, guesses, replays)
+        token_ids, query_start, kv_len, rows, counts, num_drafts, slots, guess_counts, last_drafts, tables = jnp.split(
             packed, np.cumsum(sizes)
         )
         tables = tables.reshape(shape.groups, shape.seqs * shape.pages)
@@ -131,6 +138,7 @@ class StepInput:
             shape,
             adapter_slots=adapter_slots,
             guess_counts=guess_counts if shape.guesses else None,
+            last_drafts=last_drafts if shape.replays else None,
         )
 
     def with_adapters(self, slots: int, rank: int) -> StepInput:
@@ -145,13 +153,26 @@ class StepInput:
         return None if self.adapter_slots is None else jnp.repeat(self.adapter_slots, self.shape.width)
 
     def shifted(self, rejected: jax.Array) -> StepInput:
-        """Return the step with exact lengths of the sequences whose newest token is PREVIOUS.
+        """Return the step with exact lengths of the sequences whose newest token is PREVIOUS, and with its replay.
 
         `rejected` int32 [rows+1]: drafts that the previous step of each row rejected, which `kv_len` includes.
         """
         newest = self.token_ids[jnp.minimum(self.query_start[:-1], self.token_ids.shape[0] - 1)]
         in_flight = (newest == PREVIOUS) & (jnp.arange(len(self.kv_len)) < self.counts[1])
-        return replace(self, kv_len=self.kv_len - jnp.where(in_flight, rejected[self.rows], 0))
+        step = replace(self, kv_len=self.kv_len - jnp.where(in_flight, rejected[self.rows], 0))
+        if self.last_drafts is None:
+            return step
+        lag = jnp.where(self.last_drafts > 0, self.last_drafts - rejected[self.rows], 0)
+        num_drafts = self.num_drafts if self.shape.width > 1 else None
+        replay = StateReplay.of(
+            lag=lag,
+            num_drafts=num_drafts,
+            query_start=self.query_start,
+            num_seqs=self.counts[1],
+            seq_ids=self.seq_ids,
+            most=self.shape.replays,
+        )
+        return replace(step, replay=replay)
 
     @property
     def sampled(self) -> jax.Array:
@@ -264,6 +285,7 @@ def pack_step(
     num_drafts: Int32 | None = None,
     adapter_slots: Int32 | None = None,
     num_guesses: Int32 | None = None,
+    last_drafts: Int32 | None = None,
 ) -> Int32:
     """Pack a step: int32 [packed_size(shape)]. Padding sequences have no tokens, row `empty_row`, the null block."""
     packed = np.zeros(packed_size(shape), np.int32)
@@ -289,6 +311,9 @@ def pack_step(
         start += shape.seqs
     if shape.guesses:
         packed[start : start + seqs] = 0 if num_guesses is None else num_guesses
+        start += shape.seqs
+    if shape.replays:
+        packed[start : start + seqs] = 0 if last_drafts is None else last_drafts
         start += shape.seqs
     tables = packed[start:].reshape(shape.groups, shape.seqs, shape.pages)
     for table, pages in zip(tables, page_tables):
@@ -338,6 +363,7 @@ class PoolInput:
     shape: PoolShape
     repeat: jax.Array | int = 0  # of the repeats of a segment's layers, the current one
     adapter_mask: None = None  # pooling models have no adapters
+    replay: None = None  # they have no drafts
     scattered: bool = False  # as of StepInput
     pieces: int = 1
 

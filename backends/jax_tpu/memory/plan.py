@@ -126,6 +126,8 @@ def activation_bytes(model: StepModel, limits: Limits) -> int:
     """Return the activation bytes of the largest step on one device: three copies of the logits, and one layer."""
     rows = limits.max_num_seqs * (1 + limits.max_drafts)
     tokens = limits.max_num_batched_tokens
+    if model.state_pools:
+        tokens += limits.max_num_seqs * limits.max_drafts  # those that a step runs again
     scratch = _scratch_bytes(model, limits) if isinstance(model, Model) else 0
     return 3 * rows * model.spec.vocab * 4 + tokens * _token_bytes(model) + scratch
 

@@ -16,6 +16,7 @@ from pagoda.backends.jax_tpu.model.mixers.registry import ops_of
 from pagoda.backends.jax_tpu.model.slots import Stack
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.models.mixers import Mixer
+from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.spec import Layer, ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec
 
@@ -94,7 +95,12 @@ class CacheIndex:
 
 def build_cache_index(spec: AnySpec, layout: KvLayout, tensor: int, drafter: tuple[Mixer, ...] = ()) -> CacheIndex:
     """Assign every cache to a stack. `drafter`: mixers of a drafter model, whose caches come after the model's."""
-    kinds_of = [kinds for mixer in (*spec.mixers, *drafter) for kinds in ops_of(mixer).stacks(mixer, tensor)]
+    drafts = max((group.spec.drafts for group in layout.groups if isinstance(group.spec, StateCache)), default=0)
+    kinds_of = [
+        (*kinds, *ops_of(mixer).draft_stacks(mixer, tensor, drafts))
+        for mixer in (*spec.mixers, *drafter)
+        for kinds in ops_of(mixer).stacks(mixer, tensor)
+    ]
     entries: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())] * len(kinds_of)
     stacks: list[Stack] = []
     depths: list[int] = []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from pagoda.backends.jax_tpu.model.layout import CacheIndex, build_cache_index
 from pagoda.backends.jax_tpu.model.lora import slot_axis
 from pagoda.backends.jax_tpu.model.mixers.registry import MIXERS, ops_of
 from pagoda.backends.jax_tpu.model.parameters import JaxBuildContext, LoraForm
+from pagoda.backends.jax_tpu.model.slots import LANES
 from pagoda.backends.jax_tpu.parallel import DATA, MODEL, named_sharding, partition
 from pagoda.backends.jax_tpu.weights.arrange import NO_FORMATS, MatrixFormat, Path
 from pagoda.common.config.memory import available_bytes
@@ -40,7 +41,6 @@ from pagoda.common.models.supported import check_mixers
 from pagoda.common.models.transformers_spec import AnySpec
 
 Leaves = tuple[jax.Array, ...]
-LANES: Final = 128  # of a TPU's registers
 
 
 @dataclass(frozen=True, slots=True)

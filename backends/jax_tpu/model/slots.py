@@ -6,12 +6,15 @@ Computed from sizes and the tensor parallel size, without jax arrays.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.errors import ConfigError
+
+LANES: Final = 128
+"""Columns of a TPU's registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +112,12 @@ class LatentStack:
 
 @dataclass(frozen=True, slots=True)
 class TailStack:
-    """The last inputs of a convolution, float32 [L, P, slots * rows, width]: `rows` tokens of each slot's channels."""
+    """The last inputs of a convolution, in float32: for each of `rows` tokens the channels of all slots."""
 
     slots: int
     rows: int
     width: int
-    axes: ClassVar[str] = ".PK."
+    axes: ClassVar[str] = ".PK."  # [L, P, rows, 128], see `execution.tiles`
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,17 @@ class StateStack:
     axes: ClassVar[str] = ".PK.."
 
 
-Stack = KvStack | LatentStack | TailStack | StateStack
+@dataclass(frozen=True, slots=True)
+class DraftStack:
+    """What a recurrence reads of the drafts of a sequence's last step, float32: for each the channels of all slots."""
+
+    slots: int
+    drafts: int  # at most, in a step
+    width: int
+    axes: ClassVar[str] = ".PK."  # [L, P, rows, 128], see `execution.tiles`
+
+
+Stack = KvStack | LatentStack | TailStack | StateStack | DraftStack
 """What an array of the cache holds, over all its layers L and blocks P. Sizes are of all devices together."""
 
 

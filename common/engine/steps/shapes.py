@@ -66,6 +66,7 @@ class StepShape:
     width: int = 1  # rows of logits per sequence; more than 1 in steps with drafts
     adapted: bool = False  # some sequences have LoRA adapters
     guesses: int = 0  # most tokens a drafter model guesses after each sequence; 0: none
+    replays: int = 0  # most drafts of a sequence that its recurrent state has yet to include; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class StepShapes:
     width: int = 1  # rows of logits per sequence in steps with drafts; 1: no drafts
     adapters: bool = False  # sequences may have LoRA adapters: every shape twice, without and with them
     guesses: int = 0  # guesses of every shape
+    replays: int = 0  # replays of every shape
 
     @classmethod
     def of(cls, limits: Limits, groups: int, *, factor: int = 2, fine: bool = False) -> StepShapes:
@@ -122,7 +124,7 @@ class StepShapes:
     ) -> StepShape:
         """Return the smallest shape that fits such a step. Raises ValueError above the limits."""
         shape = self._shape_for(tokens, seqs, decode_only, drafts)
-        return replace(shape, adapted=adapted, guesses=self.guesses)
+        return replace(shape, adapted=adapted, guesses=self.guesses, replays=self.replays)
 
     def _shape_for(self, tokens: int, seqs: int, decode_only: bool, drafts: bool) -> StepShape:
         pages = self.pages
@@ -142,7 +144,7 @@ class StepShapes:
     def __iter__(self) -> Iterator[StepShape]:
         """Yield every shape that a step can have, each once: as many tokens as sequences, or more."""
         for plain in self._plain():
-            shape = replace(plain, guesses=self.guesses)
+            shape = replace(plain, guesses=self.guesses, replays=self.replays)
             yield shape
             if self.adapters:
                 yield replace(shape, adapted=True)

@@ -7,21 +7,22 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
+from pagoda.backends.jax_tpu.execution.replay import StateRun
+from pagoda.backends.jax_tpu.execution.tiles import read_tiles, write_tiles
 from pagoda.backends.jax_tpu.weights.arrange import Array, Placement
-from pagoda.kernels_pallas.recurrent_state import RecurrentBatch
 
 
-def convolve(
-    x: jax.Array, taps: jax.Array, tails: jax.Array, layer: jax.Array, batch: RecurrentBatch, seq_ids: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def convolve(x: jax.Array, taps: jax.Array, tails: jax.Array, run: StateRun) -> tuple[jax.Array, jax.Array]:
     """Return the causal convolution of every channel over its sequence, [T, K, C], and the tails after the step.
 
-    x float32 [T, K, C]; taps [K, C, n], the last one for the token itself; tails float32 [L, P, K * (n - 1), C]: per
-    block the last n - 1 inputs of a sequence; seq_ids int32 [T].
+    x float32 [T, K, C]; taps [K, C, n], the last one for the token itself; tails: the stack of tiles that have the last
+    n - 1 inputs of a sequence [n - 1, K, C] in each block.
     """
+    batch = run.batch
+    seq_ids = run.seq_ids
     tokens, slots, channels = x.shape
     rows = taps.shape[2] - 1
-    before = tails[layer, batch.blocks].reshape(-1, slots, rows, channels).swapaxes(1, 2)  # [S, n - 1, K, C]
+    before = read_tiles(tails, run.layer, batch.blocks, (rows, slots, channels))
     before = jnp.where(batch.is_first[:, None, None, None], 0, before)
     offset = jnp.arange(tokens) - batch.query_start[seq_ids]
     out = x * taps[:, :, rows]
@@ -29,14 +30,16 @@ def convolve(
         shifted = jnp.pad(x, ((back, 0), (0, 0), (0, 0)))[:tokens]
         old = before[seq_ids, jnp.clip(rows - back + offset, 0, rows - 1)]
         out = out + jnp.where((offset >= back)[:, None, None], shifted, old) * taps[:, :, rows - back]
+    if batch.drops_states:
+        return out, tails
     lengths = jnp.diff(batch.query_start)
     index = lengths[:, None] - rows + jnp.arange(rows)  # of a tail's inputs among the sequence's tokens
     new = x[jnp.clip(batch.query_start[:-1, None] + index, 0, tokens - 1)]
     kept = jnp.take_along_axis(before, jnp.clip(rows + index, 0, rows - 1)[:, :, None, None], axis=1)
-    after = jnp.where((index >= 0)[:, :, None, None], new, kept).swapaxes(1, 2).reshape(-1, slots * rows, channels)
+    after = jnp.where((index >= 0)[:, :, None, None], new, kept)
     real = jnp.arange(batch.max_seqs) < batch.counts[1]
     target = jnp.where(real, batch.blocks, tails.shape[1])  # out of bounds: dropped
-    return out, tails.at[layer, target].set(after, mode="drop")
+    return out, write_tiles(tails, run.layer, target, after)
 
 
 def l2_norm(x: jax.Array) -> jax.Array:

@@ -11,18 +11,20 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
+from pagoda.backends.jax_tpu.execution.replay import StateRun, States
 from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, reduced
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.mixers.convolution import convolve, l2_norm
-from pagoda.backends.jax_tpu.model.mixers.ops import MixerModule, RecurrentOps
+from pagoda.backends.jax_tpu.model.mixers.ops import RecurrentModule, RecurrentOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.slots import HeadLayout, Stack, StateStack, TailStack
 from pagoda.backends.jax_tpu.weights.arrange import Array, Placement, arrange_columns
 from pagoda.common.models.mixers import GatedDelta
 from pagoda.kernels_pallas.gated_delta import DeltaInputs, gated_delta
+from pagoda.kernels_pallas.recurrent_state import Arrays
 
 
-class JaxGatedDelta(MixerModule):
+class JaxGatedDelta(RecurrentModule):
     """One layer's gated delta rule.
 
     `inner` [K, n, D]: per slot q, k, the values of its G heads, their output gates. `rates` [K, 2 G, D]: beta, decay.
@@ -35,6 +37,7 @@ class JaxGatedDelta(MixerModule):
         slots = layout.slots
         group = layout.group
         self.spec = spec
+        self.exact = build.dtype == jnp.float32
         self.group = group
         self.slots = slots // build.tensor
         self.channels = 2 * spec.key_dim + group * spec.value_dim  # of a slot's convolution
@@ -56,20 +59,23 @@ class JaxGatedDelta(MixerModule):
     ) -> tuple[jax.Array, Caches]:
         """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
         spec = self.spec
-        batch = step.states(cache_index)
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
         qkv = inner[..., : self.channels].astype(jnp.float32)
         gate = inner[..., self.channels :]
-        layer = step.cache_layer(cache_index, caches[0])
-        qkv, tails = convolve(qkv, self.taps[...], caches[0], layer, batch, step.seq_ids)
-        rates = adapted(project(x, self.rates[...]), self.rates_lora, x, step)
-        inputs = self._inputs(jax.nn.silu(qkv), rates.astype(jnp.float32))
-        options = {"decode_only": step.decode_only, "exact": x.dtype == jnp.float32, **step.kernel.options}
-        heads, states = gated_delta(inputs, caches[1], layer, batch, **options)
+        rates = adapted(project(x, self.rates[...]), self.rates_lora, x, step).astype(jnp.float32)
+        heads, caches = self.apply_rule((qkv, rates), caches, cache_index, step)
         gates = jax.nn.silu(gate.astype(jnp.float32)).reshape(len(x), -1, spec.value_dim)
         gated = (self.norm(heads.astype(x.dtype)) * gates).astype(x.dtype).reshape(len(x), -1)
-        return reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step), (tails, states)
+        return reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step), caches
+
+    def rule(self, inputs: Arrays, states: States, run: StateRun) -> tuple[jax.Array, States]:
+        """Convolve q, k, v [T, K, channels] and apply the rule, with the rates [T, K, 2 G] -> heads [T, N, V]."""
+        qkv, rates = inputs
+        qkv, tails = convolve(qkv, self.taps[...], states[0], run)
+        delta = self._inputs(jax.nn.silu(qkv), rates)
+        heads, after = gated_delta(delta, states[1], run.layer, run.batch, exact=self.exact, **run.options)
+        return heads, (tails, after)
 
     def _inputs(self, qkv: jax.Array, rates: jax.Array) -> DeltaInputs:
         """Qkv [T, K, channels] after the convolution, rates [T, K, 2 G] -> the rule's inputs."""
@@ -133,6 +139,10 @@ class GatedDeltaOps(RecurrentOps[GatedDelta]):
         yield "norm", Placement(("norm", "weight"))
         yield "norm_bias", Placement(("norm", "bias"))
         yield "o", Placement(("out",), (), lambda rows: arrange_columns(rows, values))
+
+    def rule_inputs(self, spec: GatedDelta, tensor: int) -> tuple[int, int]:
+        heads = head_layout(spec, tensor)
+        return heads.slots, 2 * spec.key_dim + heads.group * spec.value_dim + 2 * heads.group
 
     def state_stacks(self, spec: GatedDelta, tensor: int) -> tuple[Stack, ...]:
         heads = head_layout(spec, tensor)

@@ -10,18 +10,20 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
+from pagoda.backends.jax_tpu.execution.replay import StateRun, States
 from pagoda.backends.jax_tpu.model.layers import Caches, JaxNorm, Rotations, reduced
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.mixers.convolution import convolve, l2_norm, taps_placements
-from pagoda.backends.jax_tpu.model.mixers.ops import MixerModule, RecurrentOps
+from pagoda.backends.jax_tpu.model.mixers.ops import RecurrentModule, RecurrentOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.slots import HeadLayout, Stack, StateStack, TailStack
 from pagoda.backends.jax_tpu.weights.arrange import Array, Placement, arrange_columns
 from pagoda.common.models.mixers import KimiDelta
 from pagoda.kernels_pallas.linear_recurrence import ChannelDelta, RecurrenceInputs, linear_recurrence
+from pagoda.kernels_pallas.recurrent_state import Arrays
 
 
-class JaxKimiDelta(MixerModule):
+class JaxKimiDelta(RecurrentModule):
     """One layer's delta rule. H: channels of a head; R: those of the low-rank decay, and of the low-rank gate.
 
     `inner` [K, 3 H, D]: q, k, v; `beta` [K, D]; `low_rank` [2 R, D]: decay, gate, or None; `decay`, `gate` [K, H, R],
@@ -57,24 +59,27 @@ class JaxKimiDelta(MixerModule):
         self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
     ) -> tuple[jax.Array, Caches]:
         """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
-        batch = step.states(cache_index)
-        layer = step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         qkv = jax.lax.optimization_barrier(project(x, self.inner, step))
         qkv = adapted(qkv, self.lora_in, x, step).astype(jnp.float32)
-        qkv, tails = convolve(qkv, self.taps[...], caches[0], layer, batch, step.seq_ids)
-        q, k, v = jnp.split(jax.nn.silu(qkv), 3, axis=-1)
         low_rank = self._low_rank(x, step)
         log_decay = self._log_decay(adapted(project(low_rank[0], self.decay[...]), self.decay_lora, low_rank[0], step))
         beta = adapted(project(x, self.beta[...]), self.beta_lora, x, step)
         beta = jax.nn.sigmoid(beta.astype(jnp.float32))[..., None]
-        inputs = RecurrenceInputs((l2_norm(q) * self.spec.head_dim**-0.5, l2_norm(k), log_decay), (v, beta))
-        options = {"decode_only": step.decode_only, **step.kernel.options}
-        heads, states = linear_recurrence(ChannelDelta(), inputs, caches[1], layer, batch, **options)
+        heads, caches = self.apply_rule((qkv, log_decay, beta), caches, cache_index, step)
         gates = adapted(project(low_rank[1], self.gate[...]), self.gate_lora, low_rank[1], step)
         gates = jax.nn.sigmoid(gates.astype(jnp.float32))
         gated = (self.norm(heads) * gates).astype(x.dtype).reshape(len(x), -1)
-        return reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step), (tails, states)
+        return reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step), caches
+
+    def rule(self, inputs: Arrays, states: States, run: StateRun) -> tuple[jax.Array, States]:
+        """Convolve q, k, v [T, K, 3 H] and apply the rule, with log decay [T, K, H] and beta [T, K, 1] -> [T, K, H]."""
+        qkv, log_decay, beta = inputs
+        qkv, tails = convolve(qkv, self.taps[...], states[0], run)
+        q, k, v = jnp.split(jax.nn.silu(qkv), 3, axis=-1)
+        tokens = RecurrenceInputs((l2_norm(q) * self.spec.head_dim**-0.5, l2_norm(k), log_decay), (v, beta))
+        heads, after = linear_recurrence(ChannelDelta(), tokens, states[1], run.layer, run.batch, **run.options)
+        return heads, (tails, after)
 
     def _low_rank(self, x: jax.Array, step: AnyStep) -> tuple[jax.Array, jax.Array]:
         """X [T, D] -> what the decay and the gate are projected from, [T, R] each, or x."""
@@ -126,6 +131,9 @@ class KimiDeltaOps(RecurrentOps[KimiDelta]):
         yield "norm", Placement(("norm", "weight"))
         yield "norm_bias", Placement(("norm", "bias"))
         yield "o", Placement(("out",), (), lambda rows: arrange_columns(rows, of_heads))
+
+    def rule_inputs(self, spec: KimiDelta, tensor: int) -> tuple[int, int]:
+        return head_layout(spec, tensor).slots, 4 * spec.head_dim + 1
 
     def state_stacks(self, spec: KimiDelta, tensor: int) -> tuple[Stack, ...]:
         slots = head_layout(spec, tensor).slots

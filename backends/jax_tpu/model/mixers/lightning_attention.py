@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagoda.backends.jax_tpu.execution.replay import StateRun, States
 from pagoda.backends.jax_tpu.model.layers import (
     Caches,
     Rotations,
@@ -22,15 +23,16 @@ from pagoda.backends.jax_tpu.model.layers import (
     scale_norm,
 )
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
-from pagoda.backends.jax_tpu.model.mixers.ops import MixerModule, RecurrentOps
+from pagoda.backends.jax_tpu.model.mixers.ops import RecurrentModule, RecurrentOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.slots import HeadLayout, Stack, StateStack
 from pagoda.backends.jax_tpu.weights.arrange import Array, Placement, arrange_columns
 from pagoda.common.models.mixers import LightningAttention
 from pagoda.kernels_pallas.linear_recurrence import RecurrenceInputs, ScalarDecay, linear_recurrence
+from pagoda.kernels_pallas.recurrent_state import Arrays
 
 
-class JaxLightningAttention(MixerModule):
+class JaxLightningAttention(RecurrentModule):
     """One layer's linear attention: `inner` [K, 4 H, D] for q, k, v, gate; `norm` [K, H]; `out` [D, K * H]."""
 
     def __init__(self, spec: LightningAttention, width: int, build: JaxBuildContext) -> None:
@@ -51,8 +53,6 @@ class JaxLightningAttention(MixerModule):
     ) -> tuple[jax.Array, Caches]:
         """X [T, D], the stacked states, this layer's int32 [2] (block table, layer) -> [T, D], the states."""
         spec = self.spec
-        batch = step.states(cache_index)
-        layer = step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
         qkv = inner[..., : 3 * spec.head_dim]
@@ -67,18 +67,23 @@ class JaxLightningAttention(MixerModule):
         q = q.astype(jnp.float32) * spec.scale
         k = k.astype(jnp.float32)
         v = v.astype(jnp.float32)
-        slopes = self.layout.keys(np.asarray(spec.slopes, np.float32), 1)
-        decay = -local_part(jnp.asarray(slopes), q.shape[1])  # [K, 1]
-        inputs = RecurrenceInputs((q, k), (v, jnp.broadcast_to(decay, (*q.shape[:2], 1))))
-        options = {"decode_only": step.decode_only, **step.kernel.options}
-        heads, states = linear_recurrence(ScalarDecay(), inputs, caches[0], layer, batch, **options)
+        heads, caches = self.apply_rule((q, k, v), caches, cache_index, step)
         member = self._groups(heads.shape[1])
         sums = all_reduce(jnp.matmul(jnp.square(heads).sum(2), member, precision="highest"))  # [T, groups]
         mean = jnp.matmul(sums, member.T, precision="highest") * spec.groups / (spec.heads * spec.head_dim)
         weight = None if self.norm is None else self.norm[...]
         normed = scale_norm(heads, mean[:, :, None], spec.norm, weight).astype(x.dtype)
         gated = (normed * jax.nn.sigmoid(gate)).reshape(len(x), -1)
-        return reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step), (states,)
+        return reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step), caches
+
+    def rule(self, inputs: Arrays, states: States, run: StateRun) -> tuple[jax.Array, States]:
+        """Apply the rule to q, k, v [T, K, H] -> [T, K, H]."""
+        q, k, v = inputs
+        slopes = self.layout.keys(np.asarray(self.spec.slopes, np.float32), 1)
+        decay = -local_part(jnp.asarray(slopes), q.shape[1])  # [K, 1]
+        tokens = RecurrenceInputs((q, k), (v, jnp.broadcast_to(decay, (*q.shape[:2], 1))))
+        heads, after = linear_recurrence(ScalarDecay(), tokens, states[0], run.layer, run.batch, **run.options)
+        return heads, (after,)
 
     def _groups(self, slots: int) -> jax.Array:
         """Return float32 [slots, groups]: 1 for the group of each head of this device. Empty positions have none."""
@@ -112,6 +117,9 @@ class LightningAttentionOps(RecurrentOps[LightningAttention]):
             yield name, Placement((name, "weight"))
         yield "norm", Placement(("norm",), (), of_heads)
         yield "o", Placement(("out",), (), lambda rows: arrange_columns(rows, of_heads))
+
+    def rule_inputs(self, spec: LightningAttention, tensor: int) -> tuple[int, int]:
+        return head_layout(spec, tensor).slots, 3 * spec.head_dim
 
     def state_stacks(self, spec: LightningAttention, tensor: int) -> tuple[Stack, ...]:
         return (StateStack(head_layout(spec, tensor).slots, spec.head_dim, spec.head_dim),)

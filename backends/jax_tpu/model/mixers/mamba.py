@@ -12,18 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagoda.backends.jax_tpu.execution.replay import StateRun, States
 from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, all_reduce, apply_norm, make_norm, reduced
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.mixers.convolution import convolve, taps_placements
-from pagoda.backends.jax_tpu.model.mixers.ops import MixerModule, RecurrentOps
+from pagoda.backends.jax_tpu.model.mixers.ops import RecurrentModule, RecurrentOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.slots import Stack, StateStack, TailStack, padded
 from pagoda.backends.jax_tpu.weights.arrange import Array, Placement, arrange_columns, in_slots
 from pagoda.common.models.mixers import Mamba
 from pagoda.kernels_pallas.linear_recurrence import RecurrenceInputs, Selective, linear_recurrence
+from pagoda.kernels_pallas.recurrent_state import Arrays
 
 
-class JaxMamba(MixerModule):
+class JaxMamba(RecurrentModule):
     """One layer's state space model. S: states of a channel; R: channels of the step of low rank.
 
     `inner` [K, 2 C, D]: v, gate; `taps` [K, C, taps]; `selection` [K, R + 2 S, C]: step of low rank, b, c; `step`
@@ -37,6 +39,7 @@ class JaxMamba(MixerModule):
         rank = spec.step_rank
         states = spec.state_dim
         self.spec = spec
+        self.dtype = build.dtype
         self.inner = build.matrix("inner", "K.D", slots, 2 * channels, width)
         self.inner_bias = build.parameter("K.", slots, 2 * channels) if spec.bias else None
         self.taps = wide.parameter("K..", slots, channels, spec.taps)
@@ -57,21 +60,23 @@ class JaxMamba(MixerModule):
         self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
     ) -> tuple[jax.Array, Caches]:
         """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
-        batch = step.states(cache_index)
-        layer = step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
         if self.inner_bias is not None:
             inner = inner + self.inner_bias[...]
         v, gate = (part.astype(jnp.float32) for part in jnp.split(inner, 2, axis=-1))
-        v, tails = convolve(v, self.taps[...], caches[0], layer, batch, step.seq_ids)
-        v = jax.nn.silu(v if self.taps_bias is None else v + self.taps_bias[...])
-        options = {"decode_only": step.decode_only, **step.kernel.options}
-        inputs = self._inputs(v, x.dtype)
-        mixed, states = linear_recurrence(Selective(), inputs, caches[1], layer, batch, **options)
-        gated = ((mixed + self.skip[...] * v) * jax.nn.silu(gate)).astype(x.dtype).reshape(len(x), -1)
+        mixed, caches = self.apply_rule((v,), caches, cache_index, step)
+        gated = (mixed * jax.nn.silu(gate)).astype(x.dtype).reshape(len(x), -1)
         out = reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step)
-        return (out if self.out_bias is None else out + self.out_bias[...]), (tails, states)
+        return (out if self.out_bias is None else out + self.out_bias[...]), caches
+
+    def rule(self, inputs: Arrays, states: States, run: StateRun) -> tuple[jax.Array, States]:
+        """Convolve v [T, K, C], apply the recurrence, and add the part of v that skips it -> [T, K, C]."""
+        v, tails = convolve(inputs[0], self.taps[...], states[0], run)
+        v = jax.nn.silu(v if self.taps_bias is None else v + self.taps_bias[...])
+        tokens = self._inputs(v, self.dtype)
+        mixed, after = linear_recurrence(Selective(), tokens, states[1], run.layer, run.batch, **run.options)
+        return mixed + self.skip[...] * v, (tails, after)
 
     def _inputs(self, v: jax.Array, dtype: jnp.dtype) -> RecurrenceInputs:
         """V float32 [T, K, C] after the convolution -> the recurrence's inputs. `dtype`: of the products."""
@@ -115,6 +120,9 @@ class MambaOps(RecurrentOps[Mamba]):
             yield name, Placement((name,), (), of_slots)
         yield "o", Placement(("out",), (), lambda rows: arrange_columns(rows, of_slots))
         yield "o_bias", Placement(("out_bias",))
+
+    def rule_inputs(self, spec: Mamba, tensor: int) -> tuple[int, int]:
+        return tensor, padded(spec.channels, tensor) // tensor
 
     def state_stacks(self, spec: Mamba, tensor: int) -> tuple[Stack, ...]:
         width = padded(spec.channels, tensor) // tensor

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagoda.backends.jax_tpu.execution.replay import StateRun, States
 from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, local_part, reduced, scale_norm
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.mixers.convolution import convolve, taps_placements
-from pagoda.backends.jax_tpu.model.mixers.ops import MixerModule, RecurrentOps
+from pagoda.backends.jax_tpu.model.mixers.ops import RecurrentModule, RecurrentOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.slots import HeadLayout, Stack, StateStack, TailStack
 from pagoda.backends.jax_tpu.parallel import MODEL
@@ -23,9 +24,10 @@ from pagoda.backends.jax_tpu.weights.arrange import Array, Placement, arrange_co
 from pagoda.common.models.mixers import Mamba2
 from pagoda.common.models.primitives import Norm
 from pagoda.kernels_pallas.linear_recurrence import RecurrenceInputs, ScalarDecay, linear_recurrence
+from pagoda.kernels_pallas.recurrent_state import Arrays
 
 
-class JaxMamba2(MixerModule):
+class JaxMamba2(RecurrentModule):
     """One layer's state space model. W: G heads of H channels.
 
     `inner` [K, n, D]: per slot v [W], b, c, the gate [W]; `steps` [K, G, D]; `taps` [K, W + b + c, taps];
@@ -65,23 +67,27 @@ class JaxMamba2(MixerModule):
         self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
     ) -> tuple[jax.Array, Caches]:
         """X [T, D], the stacked tails and states, this layer's int32 [2] (block table, layer) -> [T, D], the caches."""
-        batch = step.states(cache_index)
-        layer = step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
         if self.inner_bias is not None:
             inner = inner + self.inner_bias[...]
         vbc = inner[..., : self.channels].astype(jnp.float32)
         gate = inner[..., self.channels :].astype(jnp.float32)
-        vbc, tails = convolve(vbc, self.taps[...], caches[0], layer, batch, step.seq_ids)
-        vbc = jax.nn.silu(vbc if self.taps_bias is None else vbc + self.taps_bias[...])
-        inputs = self._inputs(vbc, self._step_sizes(x, step))
-        options = {"decode_only": step.decode_only, **step.kernel.options}
-        heads, states = linear_recurrence(ScalarDecay(), inputs, caches[1], layer, batch, **options)
-        heads = heads + jnp.repeat(self.skip[...], self.spec.head_dim, axis=1) * vbc[..., : self.values]
+        heads, caches = self.apply_rule((vbc, self._step_sizes(x, step)), caches, cache_index, step)
         mixed = self._gated(heads, jax.nn.silu(gate)).astype(x.dtype).reshape(len(x), -1)
         out = reduced(adapted(project(mixed, self.out, step), self.lora_out, mixed, step), step)
-        return (out if self.out_bias is None else out + self.out_bias[...]), (tails, states)
+        return (out if self.out_bias is None else out + self.out_bias[...]), caches
+
+    def rule(self, inputs: Arrays, states: States, run: StateRun) -> tuple[jax.Array, States]:
+        """Convolve v, b, c [T, K, channels], apply the recurrence, with the step sizes [T, K, G], and add the part of v
+        that skips it -> [T, K, W].
+        """
+        vbc, tails = convolve(inputs[0], self.taps[...], states[0], run)
+        vbc = jax.nn.silu(vbc if self.taps_bias is None else vbc + self.taps_bias[...])
+        tokens = self._inputs(vbc, inputs[1])
+        heads, after = linear_recurrence(ScalarDecay(), tokens, states[1], run.layer, run.batch, **run.options)
+        skip = jnp.repeat(self.skip[...], self.spec.head_dim, axis=1)
+        return heads + skip * vbc[..., : self.values], (tails, after)
 
     def _step_sizes(self, x: jax.Array, step: AnyStep) -> jax.Array:
         """X [T, D] -> float32 [T, K, G]."""
@@ -154,6 +160,10 @@ class Mamba2Ops(RecurrentOps[Mamba2]):
         yield "norm", Placement(("norm",), (), values)
         yield "o", Placement(("out",), (), lambda rows: arrange_columns(rows, values))
         yield "o_bias", Placement(("out_bias",))
+
+    def rule_inputs(self, spec: Mamba2, tensor: int) -> tuple[int, int]:
+        heads = head_layout(spec, tensor)
+        return heads.slots, heads.group * spec.head_dim + 2 * spec.state_dim + heads.group
 
     def state_stacks(self, spec: Mamba2, tensor: int) -> tuple[Stack, ...]:
         heads = head_layout(spec, tensor)

@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pagoda.backends.jax_tpu.execution.replay import StateRun, States
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, PoolShape
 from pagoda.backends.jax_tpu.model.layers import Caches, Rotations
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext
-from pagoda.backends.jax_tpu.model.slots import Stack, StateStack, TailStack
+from pagoda.backends.jax_tpu.model.slots import DraftStack, Stack, StateStack, TailStack
 from pagoda.backends.jax_tpu.weights.arrange import Placement
 from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.mixers.work import MixerWork
+from pagoda.kernels_pallas.recurrent_state import Arrays
 
 MixerT = TypeVar("MixerT", bound=Mixer)
 
@@ -34,6 +36,32 @@ class MixerModule(nnx.Module):
     ) -> tuple[jax.Array, Caches]:
         """X [T, D], the stacks of the mixer's caches, block table and layer of each (int32 [2 n]) -> [T, D], caches."""
         raise NotImplementedError
+
+
+class RecurrentModule(MixerModule):
+    """A mixer with recurrent state. What it computes from a token alone is computed once, the rule perhaps twice."""
+
+    def rule(self, inputs: Arrays, states: States, run: StateRun) -> tuple[jax.Array, States]:
+        """Return the outputs of tokens [T, ...], and the states after them, see `replay.RecurrentRule`."""
+        raise NotImplementedError
+
+    def apply_rule(
+        self, inputs: Arrays, caches: Caches, cache_index: jax.Array, step: AnyStep
+    ) -> tuple[jax.Array, Caches]:
+        """Apply the rule to the tokens of a step, inputs [T, K, n] each -> outputs [T, ...], and the caches.
+
+        `caches` and `cache_index` as of `__call__`. Recurrent state gets no drafts, see `execution.replay`.
+        """
+        run = StateRun(
+            batch=step.states(cache_index),
+            layer=step.cache_layer(cache_index, caches[0]),
+            seq_ids=step.seq_ids,
+            options={"decode_only": step.decode_only, **step.kernel.options},
+        )
+        if step.replay is not None:
+            return step.replay.apply(self.rule, inputs, caches, run)
+        outputs, states = self.rule(inputs, caches, run)
+        return outputs, (*states, *caches[len(states) :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +121,10 @@ class JaxMixerOps(ABC, Generic[MixerT]):
     def stacks(self, spec: MixerT, tensor: int) -> tuple[tuple[Stack, ...], ...]:
         """Return for each of the mixer's caches the arrays in which it is stored."""
 
+    def draft_stacks(self, spec: MixerT, tensor: int, drafts: int) -> tuple[Stack, ...]:
+        """Return further arrays of the only cache of an engine with at most so many drafts of a sequence in a step."""
+        return ()
+
     def cost(self, spec: MixerT, step: CostedStep) -> MixerCost:
         """Return the cost of the mixer's kernels: the work that the spec states, over the arrays of its caches."""
         stacks = [stack for cache in self.stacks(spec, step.tensor) for stack in cache]
@@ -141,6 +173,15 @@ class RecurrentOps(JaxMixerOps[MixerT]):
     def stacks(self, spec: MixerT, tensor: int) -> tuple[tuple[Stack, ...], ...]:
         """Return the arrays of the single cache."""
         return (self.state_stacks(spec, tensor),)
+
+    @abstractmethod
+    def rule_inputs(self, spec: MixerT, tensor: int) -> tuple[int, int]:
+        """Return the slots of all devices, and how many channels of a token and slot the module's rule reads."""
+
+    def draft_stacks(self, spec: MixerT, tensor: int, drafts: int) -> tuple[Stack, ...]:
+        """Return the array of what the rule reads of drafts."""
+        slots, width = self.rule_inputs(spec, tensor)
+        return (DraftStack(slots=slots, drafts=drafts, width=width),) if drafts else ()
 
 
 def _attended(work: MixerWork, stacks: Sequence[Stack], step: CostedStep) -> MixerCost:

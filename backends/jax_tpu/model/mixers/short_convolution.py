@@ -10,17 +10,19 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pagoda.backends.jax_tpu.execution.replay import StateRun, States
 from pagoda.backends.jax_tpu.model.layers import Caches, Rotations, reduced
 from pagoda.backends.jax_tpu.model.lora import adapted, matrix_lora
 from pagoda.backends.jax_tpu.model.mixers.convolution import convolve, taps_placements
-from pagoda.backends.jax_tpu.model.mixers.ops import MixerModule, RecurrentOps
+from pagoda.backends.jax_tpu.model.mixers.ops import RecurrentModule, RecurrentOps
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.slots import Stack, TailStack, padded
 from pagoda.backends.jax_tpu.weights.arrange import Placement, arrange_columns, in_slots
 from pagoda.common.models.mixers import ShortConvolution
+from pagoda.kernels_pallas.recurrent_state import Arrays
 
 
-class JaxShortConvolution(MixerModule):
+class JaxShortConvolution(RecurrentModule):
     """One layer's convolution, its channels in a slot per device: `inner` [K, 3 C, D] for b, c, v; `taps` [K, C, taps];
     `out` [D, K * C].
     """
@@ -42,19 +44,22 @@ class JaxShortConvolution(MixerModule):
         self, x: jax.Array, caches: Caches, cache_index: jax.Array, rotations: Rotations, step: AnyStep
     ) -> tuple[jax.Array, Caches]:
         """X [T, D], the stacked tails, this layer's int32 [2] (block table, layer) -> [T, D], the tails."""
-        batch = step.states(cache_index)
-        layer = step.cache_layer(cache_index, caches[0])
         # The barrier keeps XLA from reshaping the product, for which it would copy the weight first.
         inner = adapted(jax.lax.optimization_barrier(project(x, self.inner, step)), self.lora_in, x, step)
         if self.inner_bias is not None:
             inner = inner + self.inner_bias[...]
         b, c, v = jnp.split(inner, 3, axis=-1)
-        mixed, tails = convolve((b * v).astype(jnp.float32), self.taps[...], caches[0], layer, batch, step.seq_ids)
+        mixed, caches = self.apply_rule(((b * v).astype(jnp.float32),), caches, cache_index, step)
         if self.taps_bias is not None:
             mixed = mixed + self.taps_bias[...]
         gated = (mixed * c).astype(x.dtype).reshape(len(x), -1)
         out = reduced(adapted(project(gated, self.out, step), self.lora_out, gated, step), step)
-        return (out if self.out_bias is None else out + self.out_bias[...]), (tails,)
+        return (out if self.out_bias is None else out + self.out_bias[...]), caches
+
+    def rule(self, inputs: Arrays, states: States, run: StateRun) -> tuple[jax.Array, States]:
+        """Convolve b v [T, K, C] -> [T, K, C]."""
+        mixed, tails = convolve(inputs[0], self.taps[...], states[0], run)
+        return mixed, (tails,)
 
 
 class ShortConvolutionOps(RecurrentOps[ShortConvolution]):
@@ -72,6 +77,9 @@ class ShortConvolutionOps(RecurrentOps[ShortConvolution]):
         yield from taps_placements("conv", 0, of_slots)
         yield "o", Placement(("out",), (), lambda rows: arrange_columns(rows, of_slots))
         yield "o_bias", Placement(("out_bias",))
+
+    def rule_inputs(self, spec: ShortConvolution, tensor: int) -> tuple[int, int]:
+        return tensor, padded(spec.channels, tensor) // tensor
 
     def state_stacks(self, spec: ShortConvolution, tensor: int) -> tuple[Stack, ...]:
         return (TailStack(tensor, spec.taps - 1, padded(spec.channels, tensor) // tensor),)

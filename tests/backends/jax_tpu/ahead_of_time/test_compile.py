@@ -14,6 +14,7 @@ pytest.importorskip("flax")
 
 import support.devices.jax_devices  # noqa: F401
 from jax.experimental import topologies
+from support.engines.reference_driver import tiny_spec
 from support.servers.hub_configs import GENERATORS
 
 from pagoda.backends.jax_tpu.ahead_of_time.compile import compile_programs, find_target, model_for
@@ -22,7 +23,7 @@ from pagoda.backends.jax_tpu.ahead_of_time.schedule import Awaited, Begun, Excha
 from pagoda.backends.jax_tpu.ahead_of_time.topology import Target
 from pagoda.backends.jax_tpu.execution.logit_programs import AdjustLogits, MaskLogits, PenaliseLogits, Sample
 from pagoda.backends.jax_tpu.execution.program_sets import StepProgramSet
-from pagoda.backends.jax_tpu.execution.shapes import check_tables
+from pagoda.backends.jax_tpu.execution.shapes import check_tables, step_shapes
 from pagoda.backends.jax_tpu.execution.step_programs import Forward, WriteAdapter
 from pagoda.backends.jax_tpu.memory.plan import GIB, Budget, activation_bytes, plan_blocks, weight_bytes, with_devices
 from pagoda.backends.jax_tpu.model.mixers.ops import BatchLoad
@@ -34,6 +35,8 @@ from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.steps.shapes import StepShape, StepShapes
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.mixers import GatedDelta
+from pagoda.common.models.primitives import Norm
 from pagoda.common.models.registry import spec_from_config
 from pagoda.kernels_pallas.chips import CHIPS
 from pagoda.kernels_pallas.ragged_paged_attention import plan
@@ -229,6 +232,25 @@ def test_latents_are_updated_in_place() -> None:
 @pytest.mark.parametrize(("topology", "tensor"), [("v6e:2x4", 8), ("v5e:2x4", 8), ("v5p:2x2x1", 4), ("v6e:1x1", 1)])
 def test_latents_are_updated_in_place_on_every_chip(topology: str, tensor: int, decode_only: bool) -> None:
     check_latents(topology, tensor, decode_only)
+
+
+@needs_libtpu
+def test_recurrent_state_and_the_inputs_of_drafts_are_updated_in_place() -> None:
+    """However many blocks there are, XLA copies none of the arrays, to change its layout."""
+    delta = GatedDelta(key_heads=2, value_heads=4, key_dim=128, value_dim=128, taps=4, norm=Norm(1e-6))
+    layer = replace(tiny_spec().layers[0], mixers=(delta,))
+    spec = replace(tiny_spec(), width=256, layers=(layer, layer))
+    limits = replace(LIMITS, max_model_len=1024, max_num_batched_tokens=128, max_num_seqs=8, max_drafts=3)
+    model = model_for(find_target("v6e:1x1"), spec, limits, kv_layout(spec, 128, drafts=3), "bfloat16", 1)
+    shapes = step_shapes(model, limits, factor=2)
+    program_set = StepProgramSet(model, shapes, (6001,), limits.max_num_seqs)
+    key = next(Forward(shape) for shape in shapes if shape.width > 1)
+    (program,) = compile_programs(program_set, [key])
+    assert program.executable.memory_analysis().alias_size_in_bytes >= 6001 * model.block_bytes[0]
+    assert len(model.cache_blocks) == 3
+    assert program.memory.temporary < 6001 * min(4 * block.size for block in model.cache_blocks)
+    assert program.schedule is not None
+    assert program.schedule.kernels["gated_delta_mixed"] == 2 * 2, "in each layer also for the drafts"
 
 
 @needs_libtpu
