@@ -111,6 +111,11 @@ class RankConfig:
         return MixedShapes(mixed_sizes(limits.max_num_batched_tokens), self.query_tile, limits.max_num_seqs)
 
     @property
+    def replayed(self) -> int:
+        """The drafts of a sequence that recurrent mixers may run again; 0: none, or no state."""
+        return self.limits.max_drafts if self.layout.has_states else 0
+
+    @property
     def mixers(self) -> tuple[Mixer, ...]:
         """The mixers of the model and its drafter."""
         return all_mixers(self.spec, self.drafter)
@@ -264,6 +269,7 @@ def _make_sampler(config: RankConfig) -> CudaSampler:
         limits.max_drafts,
         config.comm,
         guesses=limits.device_drafts,
+        replays=config.replayed > 0,
     )
 
 
@@ -280,6 +286,7 @@ def _make_buffers(config: RankConfig) -> DecodeBuffers:
         0 if config.lora is None else config.lora.slots,
         guesses=limits.device_drafts,
         pieces=config.pieces,
+        replayed=config.replayed,
     )
 
 

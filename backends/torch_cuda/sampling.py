@@ -120,8 +120,12 @@ class CudaSampler:
         comm: Comm = SINGLE_RANK,
         *,
         guesses: bool = False,
+        replays: bool = False,
     ) -> None:
-        """`guesses`: a drafter on the device guesses the drafts. `comm`: of the ranks that sample the same tokens."""
+        """`guesses`: a drafter on the device guesses the drafts. `comm`: of the ranks that sample the same tokens.
+
+        `replays`: recurrent mixers run accepted drafts again.
+        """
         self.vocab = vocab
         self.device = device
         self.options = options
@@ -132,8 +136,9 @@ class CudaSampler:
         self.failed: dict[int, str] = {}  # sequence of the newest step -> why its logits processor failed
         self._refused: dict[int, str] = {}  # row -> why its tokens cannot be kept
         last, rejected = torch.zeros((2, max_rows + 1), dtype=torch.int32, device=device.torch)
+        accepted = torch.zeros_like(last) if replays else None
         kept = torch.zeros((max_rows + 1, max_drafts), dtype=torch.int32, device=device.torch) if guesses else None
-        self.newest = RowTokens(last, rejected, kept)
+        self.newest = RowTokens(last, rejected, kept, accepted)
         self.kept = TokenHistory(max_rows, max_len, device, comm, always=options.has_processors or guesses)
         self._reads_history = np.full(max_rows, self.kept.always)
 
@@ -426,7 +431,8 @@ def record_drafts(rules: CudaSamplingRules, drafts: Tensor, history: Tensor) -> 
 def accept_drafts(tokens: Tensor, packed: Tensor, drafts: Tensor, newest: RowTokens, width: int) -> Tensor:
     """Return the tokens [R] of a step, -1 after the first that is not the draft at its position, of `drafts` [R].
 
-    Write the last token and the number of rejected drafts of each row. packed int32 [9, R] of `pack_with_drafts`.
+    Write the last token and the numbers of rejected and accepted drafts of each row. packed int32 [9, R] of
+    `pack_with_drafts`.
     """
     sampled = tokens.view(-1, width)
     drafts = drafts.reshape(-1, width)
@@ -434,6 +440,8 @@ def accept_drafts(tokens: Tensor, packed: Tensor, drafts: Tensor, newest: RowTok
     rows = packed[0, ::width].long()
     newest.last[rows] = sampled.gather(1, accepted)[:, 0]
     newest.rejected[rows] = ((drafts >= 0).sum(1) - accepted[:, 0]).to(torch.int32)
+    if newest.accepted is not None:
+        newest.accepted[rows] = accepted[:, 0].to(torch.int32)
     after = torch.arange(width, device=tokens.device)
     return torch.where(after <= accepted, sampled, -1).flatten()
 

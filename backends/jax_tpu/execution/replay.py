@@ -68,7 +68,7 @@ class DraftRanges:
 
 
 @dataclass(frozen=True, slots=True)
-class StateReplay:
+class JaxReplay:
     """Which tokens a step runs again before its own, and which of its own are drafts."""
 
     most: int  # drafts of a sequence, at most
@@ -88,7 +88,7 @@ class StateReplay:
         num_seqs: jax.Array,
         seq_ids: jax.Array,
         most: int,
-    ) -> StateReplay:
+    ) -> JaxReplay:
         """Return the replay of a step.
 
         lag int32 [S]: accepted drafts of the step before. num_drafts int32 [S], None: no sequence has drafts.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagoda.backends.jax_tpu.execution.replay import StateReplay
+from pagoda.backends.jax_tpu.execution.replay import JaxReplay
 from pagoda.backends.jax_tpu.execution.tiles import tiled_shape
 from pagoda.backends.jax_tpu.model.slots import DraftStack, KvStack, LatentStack, Stack, StateStack, TailStack
 from pagoda.common.config.groups.nested.pooler import PoolingKind
@@ -109,7 +109,7 @@ class StepInput:
     adapter_mask: jax.Array | None = None  # bool [T, A], see `slot_mask`
     guess_counts: jax.Array | None = None  # int32 [S]: guesses after each sequence; None: no drafter model
     last_drafts: jax.Array | None = None  # int32 [S]: drafts of each row's last step; None: nothing is run again
-    replay: StateReplay | None = None  # None: recurrent state includes all tokens before the step
+    replay: JaxReplay | None = None  # None: recurrent state includes all tokens before the step
     scattered: bool = False  # between mixers and feed-forward blocks each device has T / tensor of the tokens
     pieces: int = 1  # of a scattered step, in which its tokens are exchanged; each device has a part of each piece
 
@@ -164,7 +164,7 @@ class StepInput:
             return step
         lag = jnp.where(self.last_drafts > 0, self.last_drafts - rejected[self.rows], 0)
         num_drafts = self.num_drafts if self.shape.width > 1 else None
-        replay = StateReplay.of(
+        replay = JaxReplay.of(
             lag=lag,
             num_drafts=num_drafts,
             query_start=self.query_start,

@@ -17,6 +17,7 @@ from pagoda.backends.reference.execution import Embedded
 from pagoda.backends.torch_cuda.attention_backends.protocol import DecodeStep, PlannedDecode
 from pagoda.backends.torch_cuda.execution.drafting import DraftPasses, DraftStep
 from pagoda.backends.torch_cuda.execution.mixed_steps import MixedBuffers
+from pagoda.backends.torch_cuda.execution.replay import ReplayPlan, ReplayPlanner, plan_decodes
 from pagoda.backends.torch_cuda.execution.step_input import (
     CudaStepBatch,
     CudaStepShape,
@@ -25,6 +26,7 @@ from pagoda.backends.torch_cuda.execution.step_input import (
     logits_indices,
     make_batch,
     pack,
+    pack_replay,
     pack_rounds,
     round_up,
     table_width,
@@ -122,6 +124,14 @@ class StepPrograms:
             for adapted in ((False, True) if self.adapters else (False,))
             if kind[1] <= MAX_QUERY_LEN
         }
+        # Of engines that guess on the host: one token per sequence, and no recurrent mixer runs drafts again.
+        self._plain: dict[tuple[int, bool], Run] = {}
+        if parts.buffers.replayed and parts.drafts is None:
+            self._plain = {
+                (size, adapted): self._make_forward(size, 1, adapted, replays=False)
+                for size, width, adapted in self._forward
+                if width == 1
+            }
         self._hidden: dict[int, Run] = {}
         self._left_hidden: dict[int, Tensor] = {}  # by "hidden": its result, in the graph's memory
         if parts.mixed is not None:
@@ -153,6 +163,8 @@ class StepPrograms:
                     for programs in (self._forward, self._draft):
                         if (run := programs.get((size, width, adapted))) is not None:
                             programs[size, width, adapted] = self._stream.capture(run, self._pool)
+                    if width == 1 and (run := self._plain.get((size, adapted))) is not None:
+                        self._plain[size, adapted] = self._stream.capture(run, self._pool)
                 self._sample[size, width] = self._stream.capture(self._sample[size, width], self._pool)
         if captured := self._stream.captures - before:
             seconds = time.perf_counter() - begin
@@ -172,12 +184,17 @@ class StepPrograms:
         """Return whether `decode` computes steps with `width` tokens per sequence."""
         return width <= MAX_QUERY_LEN
 
-    def decode(self, size: int, width: int, *, adapted: bool = False) -> None:
+    @property
+    def has_plain(self) -> bool:
+        """Return whether an engine with drafts over recurrent state has programs of steps that run none again."""
+        return bool(self._plain)
+
+    def decode(self, size: int, width: int, *, adapted: bool = False, plain: bool = False) -> None:
         """Compute the logits of `size` sequences from the input buffers, into the buffers.
 
-        `adapted`: some sequences have LoRA adapters.
+        `adapted`: some sequences have LoRA adapters. `plain`: see `has_plain`.
         """
-        self._forward[size, width, adapted]()
+        (self._plain[size, adapted] if plain else self._forward[size, width, adapted])()
 
     def mixed(self, size: int) -> Tensor:
         """Return the hidden states [size, D] of a prefill or mixed step in the buffers, until the next program."""
@@ -209,12 +226,12 @@ class StepPrograms:
         self._sample[size, width]()
         return self.parts.buffers.tokens[: size * width]
 
-    def _make_forward(self, size: int, width: int, adapted: bool) -> Run:
+    def _make_forward(self, size: int, width: int, adapted: bool, *, replays: bool = True) -> Run:
         parts = self.parts
         buffers = self.parts.buffers
 
         def run() -> None:
-            batch = buffers.batch(size, parts.sampler.newest, width, adapted=adapted)
+            batch = buffers.batch(size, parts.sampler.newest, width, adapted=adapted, replays=replays)
             slots = batch.adapter_slots
             hidden, features = self.hidden(batch)
             if parts.drafts is not None:
@@ -275,7 +292,8 @@ class QueuedStep:
     width: int  # rows of logits per sequence
     rows: int  # of logits, padding included
     rounds: tuple[tuple[Int32, Int32], ...] = ()  # of latent prefill
-    chunks: Int32 | None = None  # of recurrent mixers, if the model has any
+    chunks: Int32 | None = None  # of recurrent mixers, if the model has any and the engine no drafts
+    replay: ReplayPlan | None = None  # of recurrent mixers in an engine with drafts
     graph: int | None = None  # tokens of the captured prefill or mixed step; None: another kind of step
 
     @property
@@ -299,6 +317,9 @@ class Runner:
         self._tile = tile
         self._round_tokens = round_tokens
         self._has_states = layout.has_states
+        parts = programs.parts
+        replayed = parts.buffers.replayed
+        self._replays = ReplayPlanner(len(parts.sampler.rows), replayed) if replayed else None
         self._staging = Staging(stream)
         self._planner = WorkPlanner()
 
@@ -310,12 +331,16 @@ class Runner:
         parts = self.programs.parts
         for start in plan.starts:
             parts.sampler.start(start)
+            if self._replays is not None:
+                self._replays.start(start.row)
         copy_states(plan.state_copies, self._layout, parts.caches)
         step = self._padded(plan, eager=eager)
         packed = self._send(step)
         hidden, left = self._forward(step, packed)
         scores = self._score_prompts(step, packed, hidden) if hidden is not None else ()
         self._staging.mark_read()
+        if self._replays is not None:
+            self._replays.finish(plan)
         pending = PendingStep(plan, prompt_scores=scores)
         if plan.masked is not None:
             pending.sample = partial(self._sample_and_draft, step, left)
@@ -373,19 +398,22 @@ class Runner:
         drafts = sampler.max_drafts > 0
         guesses = sampler.newest.guesses is not None
         pieces = self.programs.parts.buffers.pieces
+        replays = self._replays is not None and (not self.programs.has_plain or self._replays.is_needed(plan))
         if plan.num_tokens == plan.num_seqs or (width > 1 and self._has_graph(plan, lengths, width)):
-            slots = self.programs.adapters
+            replayed = self.programs.parts.buffers.replayed if replays else 0
             shape = decode_shape(
                 size,
                 groups,
                 table,
                 drafts=drafts,
                 query_len=width,
-                adapters=slots,
+                adapters=self.programs.adapters,
                 guesses=guesses,
                 pieces=pieces.get(size, 0),
+                replayed=replayed,
             )
-            return QueuedStep(plan, shape, size, None, width, shape.rows)
+            replay = plan_decodes(size, replayed, has_drafts=width > 1) if replayed else None
+            return QueuedStep(plan, shape, size, None, width, shape.rows, replay=replay)
         num_decodes = int(np.flatnonzero(lengths != 1)[0])
         tiles = make_tiles(lengths, num_decodes, self._tile, plan.context + lengths)
         if not eager and (graph := self._mixed_graph(plan, len(tiles), size)) is not None:
@@ -397,7 +425,8 @@ class Runner:
         kv_lens = plan.context + lengths
         rounds = tuple(plan_rounds(kv_lens, num_decodes, capacity)) if capacity else ()
         blocks = tuple(len(blocks) for blocks, _ in rounds)
-        chunks = make_tiles(lengths, num_decodes, CHUNK) if self._has_states else None
+        replay = self._replays.plan(plan, TOKEN_ALIGN) if self._replays is not None and replays else None
+        chunks = make_tiles(lengths, num_decodes, CHUNK) if self._has_states and replay is None else None
         shape = CudaStepShape(
             tokens,
             plan.num_seqs,
@@ -412,8 +441,9 @@ class Runner:
             guesses=guesses,
             pieces=pieces.get(self.programs.graph_sizes.bucket_for(num_decodes), 0) if num_decodes else 0,
             decodes=num_decodes,
+            replay=None if replay is None else replay.shape,
         )
-        return QueuedStep(plan, shape, num_decodes, tiles, width, shape.rows, rounds, chunks)
+        return QueuedStep(plan, shape, num_decodes, tiles, width, shape.rows, rounds, chunks, replay)
 
     def _mixed_graph(self, plan: StepPlan, tiles: int, rows: int) -> int | None:
         """Return the tokens of the captured step that computes a prefill or mixed step, or None."""
@@ -453,6 +483,8 @@ class Runner:
             pack_rounds(flat, shape, list(step.rounds))
             if step.chunks is not None:
                 shape.sections["chunks"].of(flat)[:] = step.chunks
+        if step.replay is not None and self._replays is not None:
+            pack_replay(flat, shape, plan, step.replay, self._replays.lag_rows(plan, shape.seqs))
         return self._staging.send()
 
     def _forward(self, step: QueuedStep, packed: Tensor) -> tuple[Tensor | None, DraftStep | None]:
@@ -468,7 +500,8 @@ class Runner:
         if step.tiles is None and not keeps_hidden and plan.embeds is None:
             buffers.fill(shape, packed, plan.num_seqs)
             programs.parts.plan_decodes(plan, step.num_decodes, fixed=True)
-            programs.decode(step.num_decodes, step.width, adapted=step.adapted)
+            plain = programs.has_plain and step.replay is None
+            programs.decode(step.num_decodes, step.width, adapted=step.adapted, plain=plain)
             return None, None
         if step.graph is not None:
             self._run_mixed(step, packed, step.graph)

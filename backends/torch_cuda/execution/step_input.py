@@ -1,8 +1,8 @@
 """StepPlan -> one int32 array -> the decoder's input, and the static buffers of decode steps. The array's layout:
 
     sampling | token ids | token rows | adapter slots | positions | slots | token sequences | shift rows |
-    query starts | KV lengths | query counts | guess counts | logits indices | items | merges | tiles | chunks | spans |
-    blocks | tables
+    query starts | KV lengths | query counts | guess counts | lag rows | draft counts | logits indices | items |
+    merges | tiles | chunks | draft chunks | spans | blocks | tables
 
 The sampling parameters come first, so that their offset depends on the number of logits rows alone. Everything but the
 block tables is a few kilobytes; a graph reads it from one static buffer, so one copy fills it. Sections begin at
@@ -11,14 +11,15 @@ strides.
 
 An engine with drafts plans ahead before it knows how many of them are rejected. Its positions are upper bounds that the
 device corrects, so it computes the slots, too: token sequences and shift rows replace the slots of other engines. Query
-counts are those of sequences that are padded to one number of tokens, guess counts what a drafter guesses. Items and
-merges are the work list of decode attention, spans and blocks rounds of latent prefill.
+counts are those of sequences that are padded to one number of tokens, guess counts what a drafter guesses. Lag rows
+and draft counts are of recurrent mixers in an engine with drafts (`replay.py` beside this), as draft chunks are. Items
+and merges are the work list of decode attention, spans and blocks rounds of latent prefill.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, TypeVar
 
@@ -28,6 +29,14 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.execution import Embedded
+from pagoda.backends.torch_cuda.execution.replay import (
+    CudaReplay,
+    ReplayPlan,
+    ReplayShape,
+    StepSequences,
+    make_replay,
+    plan_decodes,
+)
 from pagoda.backends.torch_cuda.kernels.attention.latent_prefill import ExpansionRound
 from pagoda.backends.torch_cuda.kernels.attention.work_list import WorkList
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
@@ -79,6 +88,7 @@ class CudaStepBatch:
     # int32 [T]: slot of each token's LoRA adapter, the number of slots for tokens without one; None: no token has one
     adapter_slots: Tensor | None = None
     work: WorkList | None = None  # the pieces of the decodes; None: each is read by one program
+    replay: CudaReplay | None = None  # of recurrent mixers, in place of `chunks`; None: a model or an engine without
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -123,6 +133,7 @@ class CudaStepShape:
     guesses: bool = False  # of an engine with a drafter
     pieces: int = 0  # that the decodes are cut into together; 0: without a work list
     decodes: int = 0  # sequences of the work list
+    replay: ReplayShape | None = None  # of recurrent mixers, in place of `chunks`
 
     @property
     def sections(self) -> dict[str, InputSection]:
@@ -147,6 +158,7 @@ class CudaStepShape:
 @lru_cache(maxsize=1024)
 def _sections(shape: CudaStepShape) -> dict[str, InputSection]:
     sections: dict[str, InputSection] = {}
+    replay = shape.replay or ReplayShape(inputs=0, rows=0, chunks=shape.chunks)
     begin = 0
     for name, rows, columns, align in (
         ("sampling", SAMPLING_FIELDS + (2 if shape.drafts else 0), shape.rows, ALIGN),
@@ -161,11 +173,14 @@ def _sections(shape: CudaStepShape) -> dict[str, InputSection]:
         ("kv_lens", 1, shape.seqs, ALIGN),
         ("query_counts", int(shape.query_len is not None), shape.seqs, ALIGN),
         ("guess_counts", int(shape.guesses), shape.seqs, ALIGN),
+        ("lag_rows", int(replay.inputs > 0), shape.seqs, ALIGN),
+        ("draft_counts", int(replay.draft_rows > 0), shape.seqs, ALIGN),
         ("logits_indices", 1, shape.rows, ALIGN),
         ("items", shape.pieces + shape.decodes if shape.pieces else 0, 4, 4),
         ("merges", shape.decodes if shape.pieces else 0, 2, 2),
         ("tiles", shape.tiles, 2, 2),
-        ("chunks", shape.chunks, 2, 2),
+        ("chunks", replay.chunks, 2, 2),
+        ("draft_chunks", replay.draft_chunks, 2, 2),
         ("spans", len(shape.round_blocks) * shape.seqs, 3, 3),
         ("blocks", sum(shape.round_blocks), 2, 2),
         ("tables", shape.groups * shape.seqs, shape.width, TABLE_ALIGN),
@@ -264,8 +279,12 @@ def decode_shape(
     adapters: int = 0,
     guesses: bool = False,
     pieces: int = 0,
+    replayed: int = 0,
 ) -> CudaStepShape:
-    """Return the shape of a step of `size` sequences with at most `query_len` tokens each."""
+    """Return the shape of a step of `size` sequences with at most `query_len` tokens each.
+
+    `replayed`: drafts of a sequence that recurrent mixers may run again.
+    """
     tokens = size * query_len
     of_each = query_len if query_len > 1 else None
     return CudaStepShape(
@@ -280,6 +299,7 @@ def decode_shape(
         guesses=guesses,
         pieces=pieces,
         decodes=size,
+        replay=plan_decodes(size, replayed, has_drafts=query_len > 1).shape if replayed else None,
     )
 
 
@@ -295,6 +315,7 @@ class RowTokens:
     last: Tensor  # int32 [rows + 1]: the last sampled token, which replaces PREVIOUS
     rejected: Tensor  # int32 [rows + 1]: rejected drafts
     guesses: Tensor | None = None  # int32 [rows + 1, K]: the newest guesses, which replace GUESSED
+    accepted: Tensor | None = None  # int32 [rows + 1]: accepted drafts, which recurrent mixers run again
 
     def resolved(self, token_ids: Tensor, rows: Tensor) -> Tensor:
         """Return token ids [n] with the guesses of each one's row in place of GUESSED - j (see `numbered_ids`)."""
@@ -349,7 +370,36 @@ def make_batch(
         chunks=shape.sections["chunks"].of(packed) if shape.chunks else None,
         adapter_slots=shape.vector(packed, "adapter_slots") if adapted else None,
         work=_work(shape, packed),
+        replay=_replay(shape, packed, tables, before, kv_lens),
     )
+
+
+def _replay(
+    shape: CudaStepShape, packed: Tensor, tables: Tensor, before: RowTokens, kv_lens: Tensor
+) -> CudaReplay | None:
+    """Return what recurrent mixers compute. kv_lens int32 [S]: without rejected drafts."""
+    if shape.replay is None:
+        return None
+    assert before.accepted is not None, "the sampler keeps it"
+    query_start = shape.vector(packed, "query_start")
+    if shape.query_len is None:
+        first_tokens = query_start[:-1]
+        counts = query_start.diff()
+    else:
+        counts = shape.vector(packed, "query_counts")
+        first_tokens = query_start[1:] - counts
+    sequences = StepSequences(
+        first_tokens=first_tokens,
+        counts=counts,
+        kv_lens=kv_lens,
+        lags=before.accepted.index_select(0, shape.vector(packed, "lag_rows")),
+        drafts=shape.vector(packed, "draft_counts") if shape.replay.draft_rows else None,
+        of_tokens=shape.vector(packed, "token_sequences"),
+        tables=tables,
+    )
+    chunks = shape.sections["chunks"].of(packed)
+    draft_chunks = shape.sections["draft_chunks"].of(packed)
+    return make_replay(shape.replay, sequences, chunks, draft_chunks)
 
 
 def _work(shape: CudaStepShape, packed: Tensor) -> WorkList | None:
@@ -374,6 +424,16 @@ def pack_rounds(flat: Int32, shape: CudaStepShape, rounds: list[tuple[Int32, Int
         shape.sections["blocks"].of(flat)[:] = np.concatenate([blocks for blocks, _ in rounds])
 
 
+def pack_replay(flat: Int32, shape: CudaStepShape, plan: StepPlan, replay: ReplayPlan, lag_rows: Int32) -> None:
+    """Write what recurrent mixers need in an engine with drafts. lag_rows: of `ReplayPlanner`."""
+    shape.vector(flat, "lag_rows")[:] = lag_rows
+    shape.sections["chunks"].of(flat)[:] = replay.chunks
+    shape.sections["draft_chunks"].of(flat)[:] = replay.draft_chunks
+    if replay.shape.draft_rows:
+        assert plan.num_drafts is not None, "the drafts have rows"
+        shape.vector(flat, "draft_counts")[: plan.num_seqs] = plan.num_drafts
+
+
 def make_slots(tables: Tensor, sequences: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """Return int32 [G, T], the cache slots of tokens [T] by block tables [G, S, W]."""
     pages = torch.div(positions, block_size, rounding_mode="floor")
@@ -384,6 +444,7 @@ class DecodeBuffers:
     """Static input buffers for decode steps of at most S sequences in G groups with W blocks each.
 
     `max_drafts`: per sequence. `adapters`: slots for LoRA adapters. `pieces`: of the work list by number of sequences.
+    `replayed`: see `decode_shape`.
     """
 
     def __init__(
@@ -399,6 +460,7 @@ class DecodeBuffers:
         *,
         guesses: bool = False,
         pieces: Mapping[int, int] | None = None,
+        replayed: int = 0,
     ) -> None:
         self.groups = groups
         self.width = round_up(width, TABLE_ALIGN)
@@ -407,6 +469,7 @@ class DecodeBuffers:
         self.drafts = max_drafts > 0
         self.guesses = guesses
         self.adapters = adapters
+        self.replayed = replayed
         rows = seqs * (1 + max_drafts)  # of logits
         size = self._shape(seqs, 1 + max_drafts).prefix_size
         self._prefix = torch.zeros(size, dtype=torch.int32, device=device)
@@ -452,10 +515,16 @@ class DecodeBuffers:
         """Return int32 [R]: the token of each row of logits of a step of `size` sequences."""
         return self._shape(size, query_len).vector(self._prefix, "logits_indices")
 
-    def batch(self, size: int, before: RowTokens, query_len: int = 1, *, adapted: bool = False) -> CudaStepBatch:
-        """Return the step of `size` sequences with `query_len` tokens each in the buffers; see `make_batch`."""
+    def batch(
+        self, size: int, before: RowTokens, query_len: int = 1, *, adapted: bool = False, replays: bool = True
+    ) -> CudaStepBatch:
+        """Return the step of `size` sequences with `query_len` tokens each in the buffers; see `make_batch`.
+
+        `replays`: recurrent mixers, if there are any and drafts, may run some again.
+        """
+        shape = self._shape(size, query_len)
         return make_batch(
-            self._shape(size, query_len),
+            shape if replays else replace(shape, replay=None),
             self._prefix,
             self.tables(size),
             before,
@@ -474,4 +543,5 @@ class DecodeBuffers:
             adapters=self.adapters,
             guesses=self.guesses,
             pieces=self.pieces.get(size, 0),
+            replayed=self.replayed,
         )

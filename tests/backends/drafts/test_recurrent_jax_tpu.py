@@ -21,7 +21,7 @@ from support.engines.reference_driver import random_weights, tiny_spec
 from support.engines.replaying import Replaying, drafting
 
 from pagoda.backends.jax_tpu.backend import create
-from pagoda.backends.jax_tpu.execution.replay import StateReplay, StateRun
+from pagoda.backends.jax_tpu.execution.replay import JaxReplay, StateRun
 from pagoda.backends.jax_tpu.model.mixers.convolution import convolve
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
@@ -128,7 +128,7 @@ def test_drafts_of_a_first_step_begin_at_its_state() -> None:
     def step(x: jax.Array, tails: jax.Array, kept: jax.Array):
         lag = jnp.array([0, 2], jnp.int32)
         drafts = jnp.array([2, 1], jnp.int32)
-        replay = StateReplay.of(
+        replay = JaxReplay.of(
             lag=lag, num_drafts=drafts, query_start=query_start, num_seqs=batch.counts[1], seq_ids=seq_ids, most=2
         )
         run = StateRun(batch=batch, layer=jnp.array(0), seq_ids=seq_ids, options={})

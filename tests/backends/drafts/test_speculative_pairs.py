@@ -225,7 +225,7 @@ def plain_answers(name: str, seed: int) -> dict[str, Answer]:
 
 @pytest.mark.setting("--speculative-config")
 @thinned(
-    lambda name, methods: name != "jax_tpu" or methods in ("ngram or suffix", "draft_model"),
+    lambda name, methods: name != "jax_tpu" or methods == "ngram or suffix",
     name=BACKENDS,
     methods=METHODS,
 )

@@ -302,7 +302,8 @@ def main(
     new = watch_launches()
     spec, limits = models()[name], Limits(**stated, device_drafts=drafting is not None)
     drafter = None if drafting is None else drafters(spec)[drafting]
-    layout = kv_layout(spec, limits.block_size, drafter=() if drafter is None else drafter.caches)
+    own = () if drafter is None else drafter.caches
+    layout = kv_layout(spec, limits.block_size, drafter=own, drafts=limits.max_drafts)
     stored = None if quantization is None or quantization in ROUNDED_ON_DEVICE else STORED[quantization]
     schemes = {} if stored is None else {each.name: stored.scheme for each in params(spec).values() if is_matrix(each)}
     quantised = {"schemes": schemes} if schemes else {"quantization": quantization}

@@ -67,4 +67,5 @@ MAMBA: Final = recurrent_ops(
     },
     matrices=frozenset({"inner", "out"}),
     small_matrices=frozenset({"selection", "step"}),
+    dropped=frozenset({1}),  # the gate
 )

@@ -17,6 +17,7 @@ from pagoda.backends.torch_cuda.kernels.recurrent.gated_norm import GatedNorm, a
 from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK, StateStep
 from pagoda.backends.torch_cuda.memory.cache import CudaArrayCache, CudaCache
 from pagoda.backends.torch_cuda.model.mixers.interface import CudaMixerOps, RotaryTables
+from pagoda.backends.torch_cuda.model.mixers.replay import ReplayedRule, ReplayStep
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
 from pagoda.backends.torch_decoder.mixers.recurrence import (
     Gate,
@@ -37,18 +38,22 @@ SpecT = TypeVar("SpecT", bound=Recurrent)
 class CudaPagedRecurrence:
     """One layer over the sequences' states."""
 
-    def __init__(self, layer: RecurrentMixer, number: int) -> None:
-        """`number`: of its cache."""
+    def __init__(self, layer: RecurrentMixer, number: int, elements: int) -> None:
+        """`number`: of its cache; `elements`: of the state of a sequence."""
         self.layer = layer
         self.number = number
+        self.elements = elements
 
     def __call__(self, x: Tensor, batch: CudaStepBatch, caches: Mapping[int, CudaCache]) -> Tensor:
         """Return [T, D] of x [T, D]."""
         cache = caches[self.number]
         assert isinstance(cache, CudaArrayCache), "a recurrence keeps states"
+        if batch.replay is not None:
+            return self.layer(x, ReplayStep(cache.array, self.elements, cache.group, batch.replay, batch.positions))
         tables = batch.groups[cache.group].tables
+        has_inputs = cache.array.shape[1] > self.elements  # of drafts
         step = StateStep(
-            cache.array,
+            cache.array[:, : self.elements] if has_inputs else cache.array,
             tables,
             batch.query_start,
             batch.kv_lens,
@@ -157,7 +162,7 @@ class RankLayer(Generic[SpecT]):
         weights = None if norm is None else NormWeights(self.tensor(name), norm.eps, norm.unit_offset)
         use_kernel = self.build.device.use_kernels
 
-        def rotated(x: Tensor, step: StateStep) -> Tensor:
+        def rotated(x: Tensor, step: StateStep | ReplayStep) -> Tensor:
             assert step.positions is not None, "the step has positions"
             heads = x.shape[1] // head_dim
             return rope_queries(
@@ -188,17 +193,23 @@ def recurrent_ops(
     matrices: frozenset[str],
     small_matrices: frozenset[str] = frozenset(),
     key_heads: Callable[[SpecT], int] = lambda spec: 1,
+    dropped: frozenset[int] = frozenset(),
 ) -> CudaMixerOps[SpecT]:
-    """Return what the backend knows of a kind with recurrent state. `mixer`: its projections; `rule`: its kernels."""
+    """Return what the backend knows of a kind with recurrent state. `mixer`: its projections; `rule`: its kernels.
+
+    `dropped`: numbers of the rule's projections that no state follows from. No linear map of the rule has adapters.
+    """
 
     def make(spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str) -> RecurrentMixer:
         own = RankLayer(spec, ops, tables, build, prefix)
-        return mixer(spec, own, rule(spec, own))
+        return mixer(spec, own, ReplayedRule(rule(spec, own), dropped))
 
     def paged(
         spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str, numbers: tuple[int, ...]
     ) -> MixerStep:
-        return CudaPagedRecurrence(make(spec, tables, build, prefix), numbers[0])
+        (cache,) = spec.caches()
+        layer = make(spec, tables, build, prefix)
+        return CudaPagedRecurrence(layer, numbers[0], cache.elements_of_rank(build.comm.size))
 
     def packed(
         spec: SpecT, tables: RotaryTables, build: CudaBuildContext, prefix: str, shared: int | None

@@ -30,4 +30,5 @@ SHORT_CONVOLUTION: Final = recurrent_ops(
     _rule,
     fused={**dict.fromkeys("bcv", "inner"), "o": "out"},
     matrices=frozenset({"inner", "out"}),
+    dropped=frozenset({1}),  # c
 )

@@ -41,7 +41,7 @@ def slow(cases: list[Any]) -> list[Any]:
 STARTS: list[tuple[str, str | None, dict[str, int]]] = [
     ("latents", None, {"max_num_batched_tokens": 150}),
     ("blocks", None, {"max_drafts": 3}),
-    ("states", None, {}),
+    ("states", None, {"max_drafts": 3, "max_num_seqs": 20}),  # steps without drafts are those of other engines
     # Few sequences: no decode step has as many rows as short prompts, whose products have tiles of their own.
     ("windows", "fp8", {"max_num_seqs": 1}),
     ("experts", "int4", {"max_num_seqs": 4, "max_model_len": 100, "max_num_batched_tokens": 2000}),
@@ -51,6 +51,7 @@ STARTS: list[tuple[str, str | None, dict[str, int]]] = [
 ]
 MORE_STARTS: list[tuple[str, str | None, dict[str, int]]] = [
     ("windows", None, {}),
+    ("states", None, {}),
     ("experts", "int8", {}),
     ("full norms", "int4", {}),
     ("windows", "int8", {"max_num_seqs": 2, "max_num_batched_tokens": 64}),

@@ -43,5 +43,5 @@ def causal_convolution(
         inputs = x[rows].float() if gates is None else gates[0][rows].float() * x[rows].float()
         mixed, tail = convolve(inputs[None], before[None, :size])
         out[rows] = F.silu(mixed[0].T) if gates is None else gates[1][rows].float() * mixed[0].T
-        step.states[block, :size] = tail[0]
+        step.write(block, 0, tail[0])
     return out

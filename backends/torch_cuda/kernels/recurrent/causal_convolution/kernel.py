@@ -73,11 +73,11 @@ def convolved(
 def convolve(
     x, factor, gate, conv, bias, states, tables, query_start, kv_lens, chunks, out, x_stride, table_stride,
     C: tl.constexpr, E: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_T tokens of a chunk, BLOCK_C channels); without `chunks`, (sequence of one token, BLOCK_C).
 
-    The program of a sequence's first tokens also replaces its tail, which no other one reads.
+    KEEP: the program of a sequence's first tokens also replaces its tail, which no other one reads.
     """
     channel = tl.program_id(1) * BLOCK_C
     if chunks is None:
@@ -108,7 +108,7 @@ def convolve(
     if first == 0:
         mixed = convolved(
             x, factor, x_stride, begin, first, count, conv, bias, tail, has_tail, channel, C - channel, BLOCK_C, TAPS,
-            BLOCK_T, True,
+            BLOCK_T, KEEP,
         )  # fmt: skip
     else:
         mixed = convolved(
@@ -133,7 +133,7 @@ def causal_convolution(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     factor, gate = (None, None) if gates is None else gates
     parts = triton.cdiv(channels, CHANNELS)
-    kept = {"C": channels, "E": step.states.shape[1], "TAPS": taps, "BLOCK_C": CHANNELS, "CHUNK": CHUNK}
+    kept = {"C": channels, "E": step.states.stride(0), "TAPS": taps, "BLOCK_C": CHANNELS, "CHUNK": CHUNK}
 
     def launch(programs: int, chunks: Tensor | None, tokens: int, warps: int) -> None:
         _CONVOLVE[(programs, parts)](
@@ -151,6 +151,7 @@ def causal_convolution(
             x_stride=row_stride(x),
             table_stride=step.tables.stride(0),
             **kept,
+            KEEP=step.keeps_states,
             BLOCK_T=tokens,
             num_warps=warps,
         )

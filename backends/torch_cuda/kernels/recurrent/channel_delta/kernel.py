@@ -181,9 +181,12 @@ def prepare(
 def scan(
     qkv, decays, states, tables, query_start, kv_lens, of_values, of_state, scores, out, table_stride,
     HEADS: tl.constexpr, K: tl.constexpr, K_WIDTH: tl.constexpr, E: tl.constexpr, TAIL: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Program (head and block of its value channels, sequence): the state from chunk to chunk, and the heads."""
+    """Program (head and block of its value channels, sequence): the state from chunk to chunk, and the heads.
+
+    KEEP: replace the states.
+    """
     BLOCKS: tl.constexpr = (K + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
     part = tl.program_id(0) % BLOCKS
@@ -220,12 +223,12 @@ def scan(
         k = tl.load(token + HEADS * K, mask, 0.0).to(tl.float32) * tl.exp(tl.cumsum(after, 0, reverse=True))
         state *= tl.exp(tl.sum(decay, 0))[:, None]
         state = tl.dot(tl.trans(k.to(KIND)), written, state, input_precision="ieee")
-    tl.store(place, state, kept)
+    if KEEP:
+        tl.store(place, state, kept)
 
 
 def constants_of(kernel: Any, spec: KimiDelta, **others: Any) -> dict[str, Any]:
-    """Return those of the constants that a kernel has, by name."""
-    (cache,) = spec.caches()
+    """Return those of the constants that a kernel has, by name; E and KEEP, which follow from the step, in `others`."""
     every = {
         "HEADS": spec.heads,
         "KEY_HEADS": spec.heads,
@@ -235,7 +238,6 @@ def constants_of(kernel: Any, spec: KimiDelta, **others: Any) -> dict[str, Any]:
         "V": spec.head_dim,
         "V_WIDTH": padded(spec.head_dim),
         "C": 3 * spec.width,
-        "E": cache.block_elements(1),
         "TAIL": spec.tail_elements,
         "TAPS": spec.taps,
         "CHUNK": CHUNK,
@@ -275,13 +277,14 @@ def launch(
         **constants_of(log_decays, spec),
     )
     first = batch.num_decodes
+    kept = {"E": batch.states.stride(0), "KEEP": batch.keeps_states}
     table_stride = batch.tables.stride(0)
     beta_stride = row_stride(beta)
     channels = delta.convolution_arguments(qkv, batch, weights.conv, mixed, spec.head_dim)
     parts = heads * -(-spec.head_dim // VALUES)
     if first:
         delta.CONVOLVE[(first, 3 * heads)](
-            **channels, chunks=None, **constants_of(delta.convolve, spec, BLOCK_T=1), num_warps=1
+            **channels, chunks=None, **constants_of(delta.convolve, spec, **kept, BLOCK_T=1), num_warps=1
         )
         _STEP[(parts, first)](
             qkv=mixed,
@@ -293,14 +296,14 @@ def launch(
             out=out,
             beta_stride=beta_stride,
             table_stride=table_stride,
-            **constants_of(step, spec),
+            **constants_of(step, spec, **kept),
         )
     if batch.chunks is None:
         return out
     delta.CONVOLVE[(len(batch.chunks) * (CHUNK // delta.CONVOLVED), 3 * heads)](
         **channels,
         chunks=batch.chunks,
-        **constants_of(delta.convolve, spec, BLOCK_T=delta.CONVOLVED),
+        **constants_of(delta.convolve, spec, **kept, BLOCK_T=delta.CONVOLVED),
         num_warps=delta.CONVOLVE_WARPS,
     )
     grid = (len(batch.chunks), heads)
@@ -345,7 +348,7 @@ def launch(
         scores=scores,
         out=out,
         table_stride=table_stride,
-        **constants_of(scan, spec),
+        **constants_of(scan, spec, **kept),
         num_warps=SCAN_WARPS,
         num_stages=SCAN_STAGES,
     )

@@ -47,13 +47,13 @@ class DeltaWeights:
 def _head(
     x, x_stride, begin, first, count, conv, tail, has_tail, channel, out, scale,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, TAPS: tl.constexpr, BLOCK_T: tl.constexpr, C: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Write the convolved channels of a head; NORM: divided by their norm, times scale."""
     if first == 0:
         mixed = convolved(
             x, None, x_stride, begin, first, count, conv, None, tail, has_tail, channel, WIDTH, PADDED, TAPS, BLOCK_T,
-            True,
+            KEEP,
         )  # fmt: skip
     else:
         mixed = convolved(
@@ -74,10 +74,11 @@ def convolve(
     x, conv, states, tables, query_start, kv_lens, chunks, out, x_stride, table_stride, scale,
     KEY_HEADS: tl.constexpr, K: tl.constexpr, K_WIDTH: tl.constexpr, V: tl.constexpr, V_WIDTH: tl.constexpr,
     C: tl.constexpr, E: tl.constexpr, TAPS: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_T tokens of a chunk, head of q, k or v); without `chunks`, (sequence of one token, head).
 
-    The program of a sequence's first tokens also replaces its tail, the last inputs, which no other one reads.
+    KEEP: the program of a sequence's first tokens also replaces its tail, the last inputs, which no other one reads.
     """
     head = tl.program_id(1)
     if chunks is None:
@@ -100,11 +101,11 @@ def convolve(
     if head < 2 * KEY_HEADS:
         factor = tl.where(head < KEY_HEADS, scale, 1.0)
         _head(x, x_stride, begin, first, count, conv, tail, has_tail, head * K, out, factor,
-              K, K_WIDTH, TAPS, BLOCK_T, C, True)  # fmt: skip
+              K, K_WIDTH, TAPS, BLOCK_T, C, True, KEEP)  # fmt: skip
     else:
         channel = 2 * KEY_HEADS * K + (head - 2 * KEY_HEADS) * V
         _head(x, x_stride, begin, first, count, conv, tail, has_tail, channel, out, 1.0,
-              V, V_WIDTH, TAPS, BLOCK_T, C, False)  # fmt: skip
+              V, V_WIDTH, TAPS, BLOCK_T, C, False, KEEP)  # fmt: skip
 
 
 @triton.jit
@@ -265,8 +266,12 @@ def scan(
     table_stride,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, K_WIDTH: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, E: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Program (head and block of its value channels, sequence): the state from chunk to chunk, and the heads."""
+    """Program (head and block of its value channels, sequence): the state from chunk to chunk, and the heads.
+
+    KEEP: replace the states.
+    """
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
     part = tl.program_id(0) % BLOCKS
@@ -304,12 +309,15 @@ def scan(
         tl.store(out + token[:, None] * V + value[None, :], heads.to(out.dtype.element_ty), inside)
         keys = (k.to(tl.float32) * to_end[:, None]).to(k.dtype)
         state = tl.dot(tl.trans(keys), written, state * tl.exp(tl.sum(decay, 0)), input_precision="ieee")
-    tl.store(at, state, kept)
+    if KEEP:
+        tl.store(at, state, kept)
 
 
-def shape_constants(spec: GatedDelta) -> dict[str, Any]:
-    """Return the constants that several kernels have, by name."""
-    (cache,) = spec.caches()
+def shape_constants(spec: GatedDelta, row: int, *, keep: bool = True) -> dict[str, Any]:
+    """Return the constants that several kernels have, by name.
+
+    `row`: elements from one block of states to the next. `keep`: replace the states.
+    """
     return {
         "HEADS": spec.value_heads,
         "KEY_HEADS": spec.key_heads,
@@ -318,7 +326,8 @@ def shape_constants(spec: GatedDelta) -> dict[str, Any]:
         "V": spec.value_dim,
         "V_WIDTH": padded(spec.value_dim),
         "C": spec.channels,
-        "E": cache.block_elements(1),
+        "E": row,
+        "KEEP": keep,
         "TAIL": spec.tail_elements,
         "TAPS": spec.taps,
         "CHUNK": CHUNK,
@@ -379,7 +388,7 @@ def launch(
     tokens = len(qkv)
     heads = spec.value_heads
     dim = spec.value_dim
-    shapes = shape_constants(spec)
+    shapes = shape_constants(spec, batch.states.stride(0), keep=batch.keeps_states)
     parts = 2 * spec.key_heads + spec.value_heads
     mixed = torch.empty(tokens, spec.channels, dtype=qkv.dtype, device=qkv.device)
     out = torch.empty(tokens, heads * dim, dtype=qkv.dtype, device=qkv.device)

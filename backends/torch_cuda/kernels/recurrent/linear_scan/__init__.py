@@ -52,7 +52,7 @@ def linear_scan(
         numbers = None if scalars is None else scalars[rows].float()
         heads, after = _sequence(qkv[rows].float(), numbers, before[shape.tail :], shape, weights)
         out[rows] = heads
-        step.states[block, shape.tail :] = after
+        step.write(block, shape.tail, after)
     return out
 
 

@@ -138,9 +138,12 @@ def scan(
     qkv_stride, scalar_stride, table_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, K_WIDTH: tl.constexpr, V: tl.constexpr,
     Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, E: tl.constexpr, TAIL: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Program (head and block of its value channels, sequence): the state from chunk to chunk, and the heads."""
+    """Program (head and block of its value channels, sequence): the state from chunk to chunk, and the heads.
+
+    KEEP: replace the states.
+    """
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // BLOCKS
     part = tl.program_id(0) % BLOCKS
@@ -180,11 +183,12 @@ def scan(
         tl.store(to, heads.to(out.dtype.element_ty), inside)
         written = (v.to(tl.float32) * to_end[:, None]).to(v.dtype)
         state = tl.dot(tl.trans(k), written, state * tl.exp(tl.sum(decay, 0)), input_precision="ieee")
-    tl.store(at, state, kept)
+    if KEEP:
+        tl.store(at, state, kept)
 
 
 def constants_of(kernel: Any, shape: ScanShape, **others: Any) -> dict[str, Any]:
-    """Return those of the constants that a kernel has, by name."""
+    """Return those of the constants that a kernel has, by name; E, KEEP and BLOCK_V are in `others`."""
     every = {
         "HEADS": shape.heads,
         "GROUPS": shape.groups,
@@ -194,7 +198,6 @@ def constants_of(kernel: Any, shape: ScanShape, **others: Any) -> dict[str, Any]
         "Q_AT": shape.q_at,
         "K_AT": shape.k_at,
         "V_AT": shape.v_at,
-        "E": shape.elements,
         "TAIL": shape.tail,
         "CHUNK": CHUNK,
         **others,
@@ -237,7 +240,7 @@ def launch(
             kv_lens=batch.kv_lens,
             out=out,
             table_stride=table_stride,
-            **constants_of(step, shape, BLOCK_V=STEP_VALUES),
+            **constants_of(step, shape, E=batch.states.stride(0), BLOCK_V=STEP_VALUES),
             num_warps=STEP_WARPS,
         )
     if batch.chunks is None:
@@ -259,7 +262,7 @@ def launch(
         scores=scores,
         out=out,
         table_stride=table_stride,
-        **constants_of(scan, shape, BLOCK_V=values),
+        **constants_of(scan, shape, E=batch.states.stride(0), KEEP=batch.keeps_states, BLOCK_V=values),
         num_warps=SCAN_WARPS,
         num_stages=scan_stages(qkv.dtype),
     )

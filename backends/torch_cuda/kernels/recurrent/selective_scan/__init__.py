@@ -51,5 +51,5 @@ def selective_scan(
         rate = -weights.rate.exp()
         mixed, after = scan(wide[None], sizes[None], b, c, rate, before[tail:].view(1, channels, states))
         out[rows] = ((mixed[0] + weights.skip * wide) * F.silu(gate[rows].float())).to(v.dtype)
-        step.states[block, tail:] = after.flatten()
+        step.write(block, tail, after.flatten())
     return out

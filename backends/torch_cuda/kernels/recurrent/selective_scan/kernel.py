@@ -113,6 +113,8 @@ def chunk_states(
     inside = lane < C
     kept = channel < K
     begin, count, place = _chunk(chunks, query_start, CHUNK)
+    if count <= 0:
+        return  # The place may be that of another chunk.
     mask = inside[:, None] & kept[None, :]
     at = lane[:, None] * K + channel[None, :]
     rates = -tl.exp(tl.load(rate + at, mask, 0.0))
@@ -132,9 +134,12 @@ def chunk_states(
 def pass_states(
     rate, states, tables, query_start, kv_lens, kept_states, totals, table_stride, first_sequence,
     C: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, E: tl.constexpr, TAIL: tl.constexpr, BLOCK_C: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, BLOCK_C channels): replace what each chunk adds by the state before it."""
+    """Program (sequence, BLOCK_C channels): replace what each chunk adds by the state before it.
+
+    KEEP: replace the states, too.
+    """
     sequence = tl.program_id(0) + first_sequence
     lane = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     channel = tl.arange(0, WIDTH)
@@ -153,7 +158,8 @@ def pass_states(
         total = tl.load(totals + place * C + lane, inside, 0.0)
         tl.store(here, state, mask)
         state = tl.exp(rates * total[:, None]) * state + added
-    tl.store(states + block * E + TAIL + at, state, mask)
+    if KEEP:
+        tl.store(states + block * E + TAIL + at, state, mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["query_start", "chunks"])
@@ -179,16 +185,16 @@ def outputs(
         _read(state, x, gate, c, skips, out, row, lane, inside, channel, kept, gate_stride, bc_stride, C)
 
 
-def constants_of(kernel: Any, channels: int, states: int, elements: int) -> dict[str, Any]:
-    """Return those of the constants that a kernel has, by name."""
+def constants_of(kernel: Any, channels: int, states: int, elements: int, **others: Any) -> dict[str, Any]:
+    """Return those of the constants that a kernel has, by name; `elements`: of a state."""
     every = {
         "C": channels,
         "K": states,
         "WIDTH": triton.next_power_of_2(states),
-        "E": elements,
         "TAIL": elements - channels * states,
         "BLOCK_C": CHANNELS,
         "CHUNK": CHUNK,
+        **others,
     }
     return arguments_of(kernel, every)
 
@@ -224,7 +230,7 @@ def launch(v: Tensor, gate: Tensor, chosen: Selection, batch: StateStep, weights
             tables=batch.tables,
             kv_lens=batch.kv_lens,
             table_stride=table_stride,
-            **constants_of(step, channels, states, elements),
+            **constants_of(step, channels, states, elements, E=batch.states.stride(0)),
             num_warps=1,
         )
     if batch.chunks is None:
@@ -252,7 +258,7 @@ def launch(v: Tensor, gate: Tensor, chosen: Selection, batch: StateStep, weights
         totals=totals,
         table_stride=table_stride,
         first_sequence=first,
-        **constants_of(pass_states, channels, states, elements),
+        **constants_of(pass_states, channels, states, elements, E=batch.states.stride(0), KEEP=batch.keeps_states),
         num_warps=1,
     )
     _OUTPUTS[(len(batch.chunks), parts)](

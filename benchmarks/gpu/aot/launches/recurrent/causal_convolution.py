@@ -21,11 +21,16 @@ def launches(chip: Chip) -> dict[str, Launch]:
 def _launches() -> Iterator[tuple[str, Launch]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for name, channels, taps, gated in (("silu", 10240, 4, False), ("gated", 2048, 3, True)):
-            for which, tokens, warps in (("prefill", CONVOLVED, WARPS), ("decode", 1, 1)):
-                yield f"{which}-{name}-{TRITON_TYPES[dtype]}", _build(dtype, channels, taps, gated, tokens, warps)
+            for which, tokens, warps, keep in (
+                ("prefill", CONVOLVED, WARPS, True),
+                ("decode", 1, 1, True),
+                ("drafts", CONVOLVED, WARPS, False),
+            ):
+                built = _build(dtype, channels, taps, gated, tokens, warps, keep=keep)
+                yield f"{which}-{name}-{TRITON_TYPES[dtype]}", built
 
 
-def _build(dtype: torch.dtype, channels: int, taps: int, gated: bool, tokens: int, warps: int) -> Launch:
+def _build(dtype: torch.dtype, channels: int, taps: int, gated: bool, tokens: int, warps: int, *, keep: bool) -> Launch:
     absent = (*(("bias",) if gated else ("factor", "gate")), *(("chunks",) if tokens == 1 else ()))
     kinds: dict[str, str] = {
         **dict.fromkeys(("x", "factor", "gate", "conv", "bias", "out"), f"*{TRITON_TYPES[dtype]}"),
@@ -34,7 +39,15 @@ def _build(dtype: torch.dtype, channels: int, taps: int, gated: bool, tokens: in
     }
     constants: dict[str, Any] = {
         **dict.fromkeys(absent),
-        **{"C": channels, "E": channels * taps, "TAPS": taps, "BLOCK_C": CHANNELS, "BLOCK_T": tokens, "CHUNK": CHUNK},
+        **{
+            "C": channels,
+            "E": channels * taps,
+            "TAPS": taps,
+            "BLOCK_C": CHANNELS,
+            "BLOCK_T": tokens,
+            "CHUNK": CHUNK,
+            "KEEP": keep,
+        },
     }
     signature = {name: kind for name, kind in kinds.items() if name not in absent}
     return Launch(convolve, signature, constants, num_warps=warps, num_stages=3)

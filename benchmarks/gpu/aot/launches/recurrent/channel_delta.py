@@ -46,9 +46,19 @@ def _launches() -> Iterator[tuple[str, Launch]]:
         yield f"invert-{TRITON_TYPES[dtype]}", _build(invert, dtype, delta.SOLVE_WARPS, 3, PRECISION=precision)
         yield f"prepare-{TRITON_TYPES[dtype]}", _build(prepare, dtype, delta.PREPARE_WARPS, 3)
         yield f"scan-{TRITON_TYPES[dtype]}", _build(scan, dtype, SCAN_WARPS, SCAN_STAGES)
+        yield f"scan-drafts-{TRITON_TYPES[dtype]}", _build(scan, dtype, SCAN_WARPS, SCAN_STAGES, keep=False)
 
 
-def _build(kernel: Any, dtype: torch.dtype, warps: int, stages: int, out: str | None = None, **others: Any) -> Launch:
+def _build(
+    kernel: Any,
+    dtype: torch.dtype,
+    warps: int,
+    stages: int,
+    out: str | None = None,
+    *,
+    keep: bool = True,
+    **others: Any,
+) -> Launch:
     kind = f"*{TRITON_TYPES[dtype]}"
     everything = {
         **dict.fromkeys(("qkv", "beta", "decay", "scores", "of_values", "of_state"), kind),
@@ -58,5 +68,6 @@ def _build(kernel: Any, dtype: torch.dtype, warps: int, stages: int, out: str | 
         "out": "*fp32" if kernel is log_decays else out or kind,
     }
     signature = arguments_of(kernel, everything)
-    constants = constants_of(kernel, _SPEC, **others)
+    (cache,) = _SPEC.caches()
+    constants = constants_of(kernel, _SPEC, E=cache.elements, KEEP=keep, **others)
     return Launch(kernel, signature, constants, warps, stages, hot=dtype != torch.float32)

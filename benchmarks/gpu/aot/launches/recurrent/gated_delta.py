@@ -56,7 +56,8 @@ def _launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
 
 def _of_model(spec: GatedDelta, dtype: torch.dtype, chip: Chip) -> Iterator[tuple[str, Launch]]:
     kind = f"*{TRITON_TYPES[dtype]}"
-    shapes = shape_constants(spec)
+    (cache,) = spec.caches()
+    shapes = shape_constants(spec, cache.elements)
     hot = dtype != torch.float32
     small = dict.fromkeys(("scalars", "decay_rate", "decay_offset"), kind)
     per_step = {**dict.fromkeys(("tables", "query_start", "kv_lens", "chunks"), "*i32"), "table_stride": "i32"}
@@ -75,3 +76,6 @@ def _of_model(spec: GatedDelta, dtype: torch.dtype, chip: Chip) -> Iterator[tupl
     yield "prepare", build(prepare, PREPARE_WARPS, 3)
     yield "score", build(score, PREPARE_WARPS, 3)
     yield "scan", build(scan, scan_warps(chip), scan_stages(dtype), BLOCK_V=SCAN_VALUES)
+    row = cache.elements + 4 * cache.inputs
+    yield "convolve-drafts", build(convolve, CONVOLVE_WARPS, BLOCK_T=CONVOLVED, E=row, KEEP=False)
+    yield "scan-drafts", build(scan, scan_warps(chip), scan_stages(dtype), BLOCK_V=SCAN_VALUES, E=row, KEEP=False)

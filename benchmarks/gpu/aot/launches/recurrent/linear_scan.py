@@ -60,12 +60,16 @@ def _of_model(shape: ScanShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
         **{"qkv_stride": "i32:16", "scalar_stride": "i32:16", "table_stride": "i32"},
     }
 
-    def build(kernel: Any, warps: int, stages: int = 3, **others: Any) -> Launch:
+    def build(
+        kernel: Any, warps: int, stages: int = 3, *, row: int = shape.elements, keep: bool = True, **others: Any
+    ) -> Launch:
         signature = {arg: everything[arg] for arg in kernel.arg_names if arg in everything and arg not in absent}
         missing = {arg: None for arg in absent if arg in kernel.arg_names}
-        constants = {**missing, **constants_of(kernel, shape, **others)}
+        constants = {**missing, **constants_of(kernel, shape, E=row, KEEP=keep, **others)}
         return Launch(kernel, signature, constants, warps, stages, hot=dtype != torch.float32)
 
     yield "step", build(step, STEP_WARPS, BLOCK_V=STEP_VALUES)
     yield "score", build(score, SCORE_WARPS)
     yield "scan", build(scan, SCAN_WARPS, scan_stages(dtype), BLOCK_V=scan_values(shape))
+    row = shape.elements + 4 * shape.channels
+    yield "scan-drafts", build(scan, SCAN_WARPS, scan_stages(dtype), row=row, keep=False, BLOCK_V=scan_values(shape))

@@ -34,5 +34,8 @@ def _launches() -> Iterator[tuple[str, Launch]]:
         }
         for kernel in (step, chunk_states, pass_states, outputs):
             signature = arguments_of(kernel, everything)
-            constants = constants_of(kernel, 8192, 16, 8192 * 19)
+            constants = constants_of(kernel, 8192, 16, 8192 * 19, E=8192 * 19, KEEP=True)
             yield f"{kernel.__name__}-{TRITON_TYPES[dtype]}", Launch(kernel, signature, constants, 1, 3)
+        signature = arguments_of(pass_states, everything)
+        constants = constants_of(pass_states, 8192, 16, 8192 * 19, E=8192 * 23, KEEP=False)
+        yield f"pass_states-drafts-{TRITON_TYPES[dtype]}", Launch(pass_states, signature, constants, 1, 3)
