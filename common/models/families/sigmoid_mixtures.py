@@ -290,12 +290,13 @@ def _hy3(config: HfConfig) -> ModelSpec:
     config.alias("n_routed_experts", "num_experts", "num_local_experts")
     config.alias("n_shared_experts", "num_shared_experts")
     config.alias("moe_intermediate_size", "expert_hidden_dim")
+    config.alias("routed_scaling_factor", "router_scaling_factor")
     for key in ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
         config.expect(key, True)
     config.ignore(*_HY3_UNUSED)
 
     def moe() -> Moe:
-        scale = config.opt("router_scaling_factor", float, 2.826)
+        scale = config.opt("routed_scaling_factor", float, 2.826)
         top_k = config.opt_size("num_experts_per_tok", 8)
         router = Router(top_k, renormalise=True, scores="sigmoid", correction=True, scale=scale)
         return routed_moe(config, router, shared=1)
