@@ -118,6 +118,8 @@ class Moe:
     shared: Mlp | None = None
     shared_gate: bool = False  # The output of the shared Mlp is multiplied by sigmoid(gate x).
     weighs_input: bool = False  # The router's weight multiplies the input of the expert instead of its output.
+    latent: int | None = None
+    # Channels that the experts read and write: latent_out(sum of experts(latent_in x)). Router and shared Mlp read x.
 
     def __post_init__(self) -> None:
         """Raise ModelError if groups do not fit the experts, or fewer can be chosen than must be."""
@@ -149,6 +151,9 @@ class SideMoe:
 
     moe: Moe
     norm: Norm  # All four norms are alike, each with weights of its own.
+
+    def __post_init__(self) -> None:
+        assert self.moe.latent is None, "the experts beside an ffn read the stream"
 
 
 @dataclass(frozen=True, slots=True)

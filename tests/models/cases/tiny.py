@@ -592,6 +592,7 @@ TINY = (
         SMALL_MAMBA2,
     ),
     Tiny("nemotron-h", "NemotronHForCausalLM", NEMOTRON_H),
+    Tiny("nemotron-h-latent", "NemotronHForCausalLM", {**NEMOTRON_H, "moe_latent_size": 12}),
     Tiny(
         "nemotron-h-dense",
         "NemotronHForCausalLM",

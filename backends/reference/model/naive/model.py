@@ -342,14 +342,15 @@ class NaiveModel:
     def _moe(self, name: str, moe: Moe, x: Tensor) -> Tensor:
         correction = self._weights.get(f"{name}.router_correction")
         weights, experts = ops.route(self._linear(f"{name}.router", x), moe.router, correction)
+        routed = x if moe.latent is None else self._linear(f"{name}.latent_in", x)
         if moe.weighs_input:
-            routed = x * weights.to(self.dtype)
+            routed = routed * weights.to(self.dtype)
             weights = torch.ones_like(weights)
-        else:
-            routed = x
         mixed = ops.mix_experts(
             routed, weights, experts, lambda e, rows: self._mlp(f"{name}.experts", moe.expert, rows, expert=e)
         )
+        if moe.latent is not None:
+            mixed = self._linear(f"{name}.latent_out", mixed)
         if moe.shared is None:
             return mixed
         shared = self._mlp(f"{name}.shared", moe.shared, x)
