@@ -170,6 +170,8 @@ TOWERS = (
         },
         {**VISION, "model_type": "siglip2_vision_model", "num_patches": 4},
     ),
+    Tower("Lfm3VlForConditionalGeneration", {**tiny.LFM3, "model_type": "lfm3"}, tiny.LFM3_VISION),
+    Tower("MuseGlimmerForConditionalGeneration", tiny.MUSE, tiny.MUSE_VISION, tiny.MUSE_PROJECTOR),
     *(
         Tower(
             architecture,

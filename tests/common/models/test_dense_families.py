@@ -104,6 +104,21 @@ def test_keys_that_repeat_what_others_state() -> None:
     assert spec("Zamba2-1.2B", head_dim=128) == spec("Zamba2-1.2B")
 
 
+def test_layers_of_muse_glimmer_that_rotate() -> None:
+    """`layer_rope_theta` states RoPE's base in each layer: the only one, or 0. Without it every fourth has none."""
+    llama = {**GENERATORS["Llama-2-7b-hf"], "hidden_act": None, "num_hidden_layers": 4}
+    config = {**llama, "architectures": ["MuseGlimmerForCausalLM"]}
+    for thetas, rotates in (
+        (None, [True, True, True, False]),
+        ([0, 0, 10_000.0, 10_000.0], [False, False, True, True]),
+    ):
+        layers = spec_from_config({**SAVED, **config, "layer_rope_theta": thetas})[0].layers
+        assert [layer.attention.rope is not None for layer in layers] == rotates
+    for thetas in ([0, 0, 500.0, 10_000.0], [0]):
+        with pytest.raises(ModelError, match="layer_rope_theta must have 4 entries, each 0 or rope_theta"):
+            spec_from_config({**SAVED, **config, "layer_rope_theta": thetas})
+
+
 def test_gelu_of_gemma_is_the_approximation() -> None:
     ffn = spec("gemma-7b").layers[0].ffn
     assert isinstance(ffn, Mlp)
