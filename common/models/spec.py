@@ -408,6 +408,19 @@ class ModelSpec:
             for mixer in layer.mixers:
                 if mixer.cache_owner is not None:
                     self._check_shared_cache(index, mixer, mixer.cache_owner)
+        self._check_shared_selections()
+
+    def _check_shared_selections(self) -> None:
+        selected = None
+        for index, layer in enumerate(self.layers):
+            for mixer in layer.mixers:
+                if not mixer.shares_selection:
+                    selected = mixer.top_k or selected
+                elif mixer.top_k != selected:
+                    raise ModelError(
+                        f"layer {index} shares the selection of {mixer.top_k} tokens of a layer before it, where the "
+                        f"last indexer selects {selected}"
+                    )
 
     def _check_blend(self, index: int, layer: Layer) -> None:
         if layer.blend is not None and not 0 <= layer.blend.layer < index:
@@ -456,6 +469,11 @@ class ModelSpec:
             owners = (mixer.cache_owner for mixer in layer.mixers)
             layers.append(tuple(mine if owner is None else layers[owner][0] for mine, owner in zip(kept, owners)))
         return tuple(layers)
+
+    @property
+    def shared_top_k(self) -> int | None:
+        """The least number of tokens selected for layers that share a selection; None: no layer shares any."""
+        return min((mixer.top_k for mixer in self.mixers if mixer.shares_selection and mixer.top_k), default=None)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

@@ -18,7 +18,7 @@ merges are the work list of decode attention, spans and blocks rounds of latent 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, TypeVar
 
@@ -79,6 +79,8 @@ class CudaStepBatch:
     # int32 [T]: slot of each token's LoRA adapter, the number of slots for tokens without one; None: no token has one
     adapter_slots: Tensor | None = None
     work: WorkList | None = None  # the pieces of the decodes; None: each is read by one program
+    selection: list[Tensor] = field(default_factory=list)
+    # What the last indexer selected, for layers that share it: sequence of each token [T], positions [T, top_k], counts
 
 
 def round_up(count: int, multiple: int) -> int:

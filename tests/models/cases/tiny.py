@@ -1067,6 +1067,15 @@ TINY = (
         SPARSE_LATENT,
     ),
     Tiny(
+        "glm5-shared",
+        "GlmMoeDsaForCausalLM",
+        {
+            **{**ROUTED, "n_group": 1, "topk_group": 1, "num_hidden_layers": 4},
+            "indexer_types": ["full", "shared", "full", "shared"],
+        },
+        SPARSE_LATENT,
+    ),
+    Tiny(
         "minicpm3",
         "MiniCPM3ForCausalLM",
         {"scale_emb": 3.0, "dim_model_base": 8},
