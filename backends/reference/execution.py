@@ -222,6 +222,8 @@ class StepBatch:
     context: Int32  # [S]
     adapters: TokenSlots | None = None
     _tiles: dict[int, Int32] = field(default_factory=dict)
+    selection: list[Tensor | None] = field(default_factory=list)
+    # What the last indexer selected for each sequence, for layers without one: bool [T, C]; None: all that it sees.
 
     def tiles(self, tokens: int) -> Int32:
         """Return the prompts' tokens in tiles of at most `tokens`, int32 [n, 4].

@@ -48,14 +48,24 @@ def _inner(ops: DecoderOps, prefix: str) -> Linear:
 
 def _mixture(spec: Moe, ops: DecoderOps, makers: BlockMakers, prefix: str) -> Linear:
     """Return the rank's part of the mixture as a function of x [T, D]."""
-    routed = makers.routed(spec, prefix, None)
+    routed = _routed(spec, ops, makers, prefix)
     if spec.shared is None:
-        return lambda x: routed(x, x)
+        return routed
     shared = make_mlp(spec.shared, ops, makers, f"{prefix}.shared", ops.linear(f"{prefix}.shared.down"))
     if not spec.shared_gate:
-        return lambda x: routed(x, x) + shared(x)
+        return lambda x: routed(x) + shared(x)
     gate = ops.linear(f"{prefix}.shared_gate")
-    return lambda x: routed(x, x) + ops.sigmoid(gate(x)) * shared(x)
+    return lambda x: routed(x) + ops.sigmoid(gate(x)) * shared(x)
+
+
+def _routed(spec: Moe, ops: DecoderOps, makers: BlockMakers, prefix: str) -> Linear:
+    """Return the rank's part of the routed experts' output as a function of x [T, D]."""
+    experts = makers.routed(spec, prefix, None)
+    if spec.latent is None:
+        return lambda x: experts(x, x)
+    first = ops.linear(f"{prefix}.latent_in")
+    last = ops.linear(f"{prefix}.latent_out")  # It is linear, so ranks may add its outputs as they add the experts'.
+    return lambda x: last(experts(first(x), x))
 
 
 def xielu(x: Tensor, spec: Xielu, curvature_p: Tensor, curvature_n: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ class PackedPrompts:
     query_start: Tensor  # int32 [S+1]
     masks: dict[tuple[int, bool, int | None, int | None, int], Tensor] = field(default_factory=dict)
     # By length, causal, window, chunk, chunks before.
+    selection: dict[int, Tensor] = field(default_factory=dict)
+    # What the last indexer selected, by length: bool [n, 1, length, length]. Layers that share it read it.
 
     @property
     def longest(self) -> int:

@@ -407,11 +407,12 @@ def _rope(config: HfConfig, section: HfConfig | None, head_dim: int, theta: floa
         section.expect("factor", 1.0)
         section.finish()
         return Rope(theta, head_dim, RotatedPairs(int(partial * head_dim // 2)))
-    dim = int(head_dim * partial)
+    stated = int(head_dim * partial)
+    dim = stated + stated % 2  # A last half pair rotates whole.
     if head_dim > MAX_HEAD_SIZE:
         raise config.error("head_dim", f"is {head_dim}; it must be at most {MAX_HEAD_SIZE}")
-    if dim < 2 or dim % 2 or dim > head_dim or theta <= 1:
-        raise config.error("rope", f"theta {theta} on {dim} of {head_dim} channels is not a rotation")
+    if dim < 2 or dim > head_dim or theta <= 1:
+        raise config.error("rope", f"theta {theta} on {stated} of {head_dim} channels is not a rotation")
     if "alpha" in section:  # This is NTK scaling by a fixed factor, whatever the context.
         section.expect("type", "dynamic")
         section.expect("rope_type", "dynamic")
@@ -421,6 +422,10 @@ def _rope(config: HfConfig, section: HfConfig | None, head_dim: int, theta: floa
     else:
         scaling = _scaling(config, section, dim)
     section.finish()
+    if stated != dim:
+        if scaling is not None or "alpha" in section:
+            raise config.error("rope", f"scales the rotation of {stated} channels; only of an even number is supported")
+        theta **= dim / stated  # The exponents count pairs of the stated channels.
     return Rope(theta, dim, scaling)
 
 

@@ -38,7 +38,10 @@ def _moe(prefix: str, moe: Moe, width: int) -> Iterator[Param]:
     yield from linear_params(f"{prefix}.router", moe.experts, width, "ED", moe.router.bias)
     if moe.router.correction:
         yield Param(f"{prefix}.router_correction", (moe.experts,), "E", float32=True)
-    for param in _mlp(f"{prefix}.experts", moe.expert, width):
+    if moe.latent is not None:
+        yield Param(f"{prefix}.latent_in", (moe.latent, width), ".D")
+        yield Param(f"{prefix}.latent_out", (width, moe.latent), "D.")
+    for param in _mlp(f"{prefix}.experts", moe.expert, moe.latent or width):
         yield Param(param.name, (moe.experts, *param.shape), f"E{param.axes}")
     if moe.shared is not None:
         yield from _mlp(f"{prefix}.shared", moe.shared, width)

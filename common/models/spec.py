@@ -118,6 +118,8 @@ class Moe:
     shared: Mlp | None = None
     shared_gate: bool = False  # The output of the shared Mlp is multiplied by sigmoid(gate x).
     weighs_input: bool = False  # The router's weight multiplies the input of the expert instead of its output.
+    latent: int | None = None
+    # Channels that the experts read and write: latent_out(sum of experts(latent_in x)). Router and shared Mlp read x.
 
     def __post_init__(self) -> None:
         """Raise ModelError if groups do not fit the experts, or fewer can be chosen than must be."""
@@ -149,6 +151,9 @@ class SideMoe:
 
     moe: Moe
     norm: Norm  # All four norms are alike, each with weights of its own.
+
+    def __post_init__(self) -> None:
+        assert self.moe.latent is None, "the experts beside an ffn read the stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +408,19 @@ class ModelSpec:
             for mixer in layer.mixers:
                 if mixer.cache_owner is not None:
                     self._check_shared_cache(index, mixer, mixer.cache_owner)
+        self._check_shared_selections()
+
+    def _check_shared_selections(self) -> None:
+        selected = None
+        for index, layer in enumerate(self.layers):
+            for mixer in layer.mixers:
+                if not mixer.shares_selection:
+                    selected = mixer.top_k or selected
+                elif mixer.top_k != selected:
+                    raise ModelError(
+                        f"layer {index} shares the selection of {mixer.top_k} tokens of a layer before it, where the "
+                        f"last indexer selects {selected}"
+                    )
 
     def _check_blend(self, index: int, layer: Layer) -> None:
         if layer.blend is not None and not 0 <= layer.blend.layer < index:
@@ -451,6 +469,11 @@ class ModelSpec:
             owners = (mixer.cache_owner for mixer in layer.mixers)
             layers.append(tuple(mine if owner is None else layers[owner][0] for mine, owner in zip(kept, owners)))
         return tuple(layers)
+
+    @property
+    def shared_top_k(self) -> int | None:
+        """The least number of tokens selected for layers that share a selection; None: no layer shares any."""
+        return min((mixer.top_k for mixer in self.mixers if mixer.shares_selection and mixer.top_k), default=None)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

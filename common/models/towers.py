@@ -28,8 +28,8 @@ _PREFIXES: Final = (
 
 _MEDIA_MODULES: Final = (
     *("visual", "vision*", "mlp1", "multi_modal_projector", "mm_projector", "connector", "image_newline"),
-    "patch_merge_mlp",
-    *("audio_tower", "embed_vision", "embed_audio"),
+    *("patch_merge_mlp", "merger", "vit_large_projector", "perception_emb_norm"),
+    *("audio_tower", "embed_vision", "embed_audio", "sound_*"),
 )
 MEDIA_TENSORS: Final = (
     *(
@@ -57,6 +57,7 @@ class TextTower:
 
     architecture: str | None = None  # None: the section's `architectures` or `model_type` names it.
     sections: tuple[str, ...] = ("text_config",)  # Keys of nested objects that lead to its config.
+    renamed: tuple[str, ...] = ()  # Another name of that path, which other writers use.
     flat: bool = False  # Without the section, its keys are at the top of the file.
     rules: tuple[Rule, ...] = ()  # Rules beyond those of the text model's family.
 
@@ -80,20 +81,23 @@ def _renamed(rule: Rule) -> Iterator[Rule]:
 
 def _sources(source: str) -> Iterator[str]:
     """Yield the names in a multimodal checkpoint of a tensor that the text model alone has as `source`."""
-    name = source.replace("[model.]", "model.")
+    name = source.replace("[model.]", "model.").replace("[backbone.]", "backbone.")
     for prefix, replaced in _PREFIXES:
         if name.startswith(replaced):
             yield prefix + name.removeprefix(replaced)
 
 
 _MODEL_TYPE: Final = TextTower()
+_NEMOTRON_H: Final = TextTower("NemotronHForCausalLM", ("llm_config",), renamed=("text_config",))
 
 TEXT_TOWERS: Final[dict[str, TextTower]] = {
     "AyaVisionForConditionalGeneration": _MODEL_TYPE,
     "Cohere2VisionForConditionalGeneration": _MODEL_TYPE,
+    "Exaone4_5_ForConditionalGeneration": _MODEL_TYPE,
     "Gemma3ForConditionalGeneration": TextTower("Gemma3ForCausalLM"),
     "Gemma3nForConditionalGeneration": TextTower("Gemma3nForCausalLM"),
     "Gemma4ForConditionalGeneration": TextTower("Gemma4ForCausalLM"),
+    "Gemma4UnifiedForConditionalGeneration": TextTower("Gemma4ForCausalLM"),
     "Glm4vForConditionalGeneration": TextTower("Glm4ForCausalLM"),
     "Glm4vMoeForConditionalGeneration": TextTower("Glm4MoeForCausalLM"),
     "Idefics3ForConditionalGeneration": _MODEL_TYPE,
@@ -102,12 +106,19 @@ TEXT_TOWERS: Final[dict[str, TextTower]] = {
     "KimiK25ForConditionalGeneration": TextTower("DeepseekV3ForCausalLM"),
     "Kimi_K25ForConditionalGeneration": TextTower("DeepseekV3ForCausalLM"),
     "KimiVLForConditionalGeneration": TextTower("DeepseekV3ForCausalLM"),
+    "Lfm2VlForConditionalGeneration": _MODEL_TYPE,
+    "Lfm3VlForConditionalGeneration": _MODEL_TYPE,
     "Llama4ForConditionalGeneration": TextTower("Llama4ForCausalLM"),
     "LlavaForConditionalGeneration": _MODEL_TYPE,
     "LlavaNextForConditionalGeneration": _MODEL_TYPE,
     "LlavaOnevisionForConditionalGeneration": _MODEL_TYPE,
+    "MiniCPMV4_6ForConditionalGeneration": _MODEL_TYPE,
+    "MiniCPMV4_7ForConditionalGeneration": _MODEL_TYPE,
     "MiniMaxM3SparseForConditionalGeneration": TextTower("MiniMaxM3SparseForCausalLM"),
     "Mistral3ForConditionalGeneration": _MODEL_TYPE,
+    "MuseGlimmerForConditionalGeneration": TextTower("MuseGlimmerForCausalLM"),
+    "NemotronH_Nano_VL_V2": _NEMOTRON_H,
+    "NemotronH_Omni_Reasoning_V3": _NEMOTRON_H,
     "Qwen2VLForConditionalGeneration": TextTower("Qwen2ForCausalLM", flat=True),
     "Qwen2_5OmniForConditionalGeneration": TextTower("Qwen2ForCausalLM", ("thinker_config", "text_config")),
     "Qwen2_5OmniModel": TextTower("Qwen2ForCausalLM", ("thinker_config", "text_config")),
@@ -118,6 +129,7 @@ TEXT_TOWERS: Final[dict[str, TextTower]] = {
     "Qwen3_5ForConditionalGeneration": TextTower("Qwen3_5ForCausalLM"),
     "Qwen3_5MoeForConditionalGeneration": TextTower("Qwen3_5MoeForCausalLM"),
     "SmolVLMForConditionalGeneration": _MODEL_TYPE,
+    "Step3p7ForConditionalGeneration": TextTower("Step3p5ForCausalLM"),
     "VoxtralForConditionalGeneration": _MODEL_TYPE,
 }
 """Multimodal architecture -> its text model."""
@@ -152,10 +164,15 @@ def _sizes(
 TEXT_TYPES: Final[dict[str, TextType]] = {
     "cohere2": TextType("Cohere2ForCausalLM"),
     "deepseek_v3": TextType("DeepseekV3ForCausalLM"),
+    "exaone4": TextType("Exaone4ForCausalLM"),
+    "exaone4_5_text": TextType("Exaone4ForCausalLM"),
     "gemma3_text": TextType("Gemma3ForCausalLM", _sizes(262_208, 2304, 9216, 26, 8, 4, 131_072)),
+    "gemma4_unified_text": TextType("Gemma4ForCausalLM", {"hidden_size_per_layer_input": 0, "sliding_window": 1024}),
     "gpt_oss": TextType("GptOssForCausalLM"),
     "internlm2": TextType("InternLM2ForCausalLM"),
     "internlm3": TextType("InternLM3ForCausalLM"),
+    "lfm2": TextType("Lfm2ForCausalLM"),
+    "lfm3": TextType("Lfm3ForCausalLM"),
     "llama": TextType("LlamaForCausalLM", _sizes(32_000, 4096, 11_008, 32, 32, None, 2048)),
     "ministral3": TextType("Ministral3ForCausalLM"),
     "mistral": TextType("MistralForCausalLM", _sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072)),
@@ -163,6 +180,7 @@ TEXT_TYPES: Final[dict[str, TextType]] = {
     "phi3": TextType("Phi3ForCausalLM"),
     "qwen2": TextType("Qwen2ForCausalLM", _sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768)),
     "qwen3": TextType("Qwen3ForCausalLM"),
+    "qwen3_5_text": TextType("Qwen3_5ForCausalLM"),
     "qwen3_moe": TextType("Qwen3MoeForCausalLM"),
     "qwen3_omni_moe_text": TextType("Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
     "qwen3_vl_moe_text": TextType("Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
@@ -198,8 +216,9 @@ def text_model(config: Mapping[str, Any]) -> TextModel:
     if name not in TEXT_TOWERS:
         return TextModel(config)
     tower = TEXT_TOWERS[name]
-    if (text := _nested(config, name, tower)) is not None:
-        return TextModel(text, tower.sections, tower)
+    for path in (tower.sections, tower.renamed):
+        if path and (text := _nested(config, name, tower, path)) is not None:
+            return TextModel(text, path, tower)
     if not tower.flat:
         raise ModelError(f"config.json: {'.'.join(tower.sections)} is missing (architecture {name})")
     flat = {key: value for key, value in config.items() if not any(fnmatchcase(key, media) for media in _MEDIA_KEYS)}
@@ -218,11 +237,11 @@ def with_text_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **{key: section[key] for key in keys if section.get(key) is not None and config.get(key) is None}}
 
 
-def _nested(config: Mapping[str, Any], name: str, tower: TextTower) -> dict[str, Any] | None:
-    """Return the config of the text model from its section; None if there is no such section."""
+def _nested(config: Mapping[str, Any], name: str, tower: TextTower, path: tuple[str, ...]) -> dict[str, Any] | None:
+    """Return the config of the text model from its section at `path`; None if there is no such section."""
     outer: dict[str, Any] = {}
     section: Any = config
-    for key in tower.sections:
+    for key in path:
         outer |= {shared: section[shared] for shared in _SHARED_KEYS if section.get(shared) is not None}
         section = section.get(key)
         if not isinstance(section, Mapping):

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.family import Family
 from pagoda.common.weights.files import NamedTensor, leaves_folder, read_file, read_json
+from pagoda.common.weights.quantization.read import KEYS, states_quantization
 from pagoda.common.weights.quantization.schemes import Scheme
 from pagoda.common.weights.safetensors import SafetensorsFile
 from pagoda.common.weights.torch_bin import TorchFile
@@ -69,7 +70,7 @@ class FolderCheckpoint:
     def config(self) -> dict[str, Any]:
         """Return the content of config.json, with the quantisation that Model Optimizer states in a file beside it."""
         path = self.folder / _MODELOPT
-        if any(key in self._config for key in ("quantization_config", "compression_config")) or not path.is_file():
+        if any(states_quantization(self._config.get(key)) for key in KEYS) or not path.is_file():
             return dict(self._config)
         return {**self._config, "quantization_config": {"quant_method": "modelopt", **read_json(path)}}
 

@@ -35,6 +35,13 @@ class SelectedTokens:
     decode: jax.Array  # of the first tokens, as if all were of decoded sequences; undefined for all others
     mixed: jax.Array | None  # of all tokens; undefined for decoded ones. None if there are no others
 
+    @classmethod
+    def unselected(cls, tokens: int, seqs: int, max_pages: int, page_size: int, *, decode_only: bool) -> SelectedTokens:
+        """Return the selection of a step in which nothing has been selected yet, in the shapes of `select_tokens`."""
+        context = padded_context(max_pages, page_size)
+        decode = jnp.zeros((-(-min(tokens, seqs) // DECODE_TILE), 1, context), jnp.int32)
+        return cls(decode, None if decode_only else jnp.zeros((-(-tokens // MIXED_TILE), 1, context), jnp.int32))
+
     def of_tokens(self, count: int, decodes: jax.Array) -> jax.Array:
         """Return bool [count, C]: the positions of its sequence that each token attends to."""
         decoded = unpack_marks(self.decode, DECODE_TILE)[:count]

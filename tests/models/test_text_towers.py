@@ -147,6 +147,61 @@ TOWERS = (
         )
     ),
     Tower("SmolVLMForConditionalGeneration", {"model_type": "llama"}),
+    Tower(
+        "Exaone4_5_ForConditionalGeneration",
+        {"model_type": "exaone4_5_text", "sliding_window": tiny.WINDOW, "num_hidden_layers": 5},
+        QWEN_VISION,
+    ),
+    Tower(
+        "Gemma4UnifiedForConditionalGeneration",
+        {
+            **{key: value for key, value in tiny.PER_LAYER.items() if "per_layer" not in key},
+            **{"num_kv_shared_layers": 0, "global_head_dim": 16, "num_global_key_value_heads": 1},
+            "attention_k_eq_v": True,
+        },
+        {"mm_embed_dim": 16, "mm_posemb_size": 16, "output_proj_dims": 16, "patch_size": 4},
+        {"audio_config": None, **dict(zip(("image_token_id", "video_token_id", "audio_token_id"), UNUSED))},
+    ),
+    Tower(
+        "Lfm2VlForConditionalGeneration",
+        {
+            **{"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
+            "block_multiple_of": 16,
+        },
+        {**VISION, "model_type": "siglip2_vision_model", "num_patches": 4},
+    ),
+    Tower("Lfm3VlForConditionalGeneration", {**tiny.LFM3, "model_type": "lfm3"}, tiny.LFM3_VISION),
+    Tower("MuseGlimmerForConditionalGeneration", tiny.MUSE, tiny.MUSE_VISION, tiny.MUSE_PROJECTOR),
+    *(
+        Tower(
+            architecture,
+            {
+                **{key: value for key, value in tiny.DENSE_NEXT.items() if key not in SIZES},
+                **{"model_type": "qwen3_5_text", "num_hidden_layers": 4},
+                **multimodal_rope(1, 1, 0, mrope_interleaved=True, partial_rotary_factor=0.5),
+            },
+            {**VISION, "insert_layer_id": 0},
+            {"insert_layer_id": 0},
+        )
+        for architecture in ("MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration")
+    ),
+    Tower(
+        "NemotronH_Omni_Reasoning_V3",
+        {**tiny.NEMOTRON_H, "model_type": "nemotron_h", "num_hidden_layers": 4},
+        {**VISION, "model_type": "radio", "video_temporal_patch_size": 2},
+        {"audio_config": None, "projector_hidden_size": 16, "vision_hidden_size": 16},
+    ),
+    Tower(
+        "Step3p7ForConditionalGeneration",
+        {
+            **{"num_hidden_layers": 3, "head_dim": 8, "sliding_window": tiny.WINDOW, "num_sliding_attention_heads": 6},
+            **{"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            **{"mlp_layer_types": ["dense", "sparse", "sparse"], "n_routed_experts": 6, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 20, "share_expert_dim": 24, "moe_router_scaling_factor": 1.7},
+            **{"swiglu_limits": [0.0, 0.0, 0.5], "swiglu_limits_shared": [0.3, 0.0, 0.4]},
+        },
+        VISION,
+    ),
 )
 
 

@@ -7,7 +7,7 @@ repeats. Runs inside `shard_map`: every array is a device's local piece.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,7 @@ from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.common.engine.steps.contract import EMBEDDED
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec
 from pagoda.kernels_pallas.chips import ChipInfo
+from pagoda.kernels_pallas.token_selection import SelectedTokens
 
 _SCATTERED_TOKENS: Final = 16
 """Least tokens of a device in a scattered step: rows of a tile of 16-bit numbers."""
@@ -189,11 +190,29 @@ class JaxDecoder(nnx.Module):
         x = x if self.stream_ends is None else self.stream_ends.split(x)
         read = BlockInputs(x, tuple(unstacked(block) for block in self.blocks))
         kept: dict[int, jax.Array] = {}
+        caches = self._with_selection(caches, step, len(token_ids))
         for segment in self.segments:
             x = self._blended(segment.first, x, kept)
             x, caches, kept_inputs = segment(x, caches, rotations, step, parts, read, kept_inputs)
         x = x if self.stream_ends is None else self.stream_ends.join(x)
+        caches = caches[: len(self.stacks)]
         return gathered(apply_norm(self.final_norm, x), step), caches, kept_inputs
+
+    def _with_selection(self, caches: Caches, step: AnyStep, tokens: int) -> Caches:
+        """Return the caches, followed by the selection of tokens that layers share, if any do in this step's shape."""
+        top_k = self.spec.shared_top_k
+        if top_k is None:
+            return caches
+        selection = None
+        if step.max_context > top_k:
+            selection = SelectedTokens.unselected(
+                tokens=tokens,
+                seqs=step.shape.seqs,
+                max_pages=step.shape.pages,
+                page_size=step.kernel.page_size,
+                decode_only=step.decode_only,
+            )
+        return (*caches, cast(jax.Array, selection))
 
     def _blended(self, index: int, x: jax.Array, kept: dict[int, jax.Array]) -> jax.Array:
         """X [T, D] -> the input of layer `index`. `kept`: those that later layers blend in, which this adds to."""
@@ -287,9 +306,13 @@ class SegmentLayers(nnx.Module):
             )
             for position, layer in enumerate(segment.block)
         )
+        carried = () if spec.shared_top_k is None else (len(cache_index.stacks),)  # the selection follows the arrays
         self.arrays = tuple(  # [block][mixer]: numbers of the arrays
-            tuple(tuple(array for n in caches for array in cache_index.arrays[n]) for caches in mixers)
-            for mixers in numbers[0]
+            tuple(
+                (*(array for n in caches for array in cache_index.arrays[n]), *(carried if mixer.top_k else ()))
+                for mixer, caches in zip(layer.mixers, mixers)
+            )
+            for layer, mixers in zip(segment.block, numbers[0])
         )
 
     def __call__(

@@ -274,24 +274,28 @@ class MoeFfn(nnx.Module):
 
     `router` [E, D]; `inner` [L, E, 2 or 1, F, D], gate and up; `down` [L, E, 1, F, D]: stacked over all repeats. D is
     last in both because it is a multiple of 128, which a device's part of F may not be. Quantised ones are
-    `GroupedMatrix`, with F padded.
+    `GroupedMatrix`, with F padded. Latent experts have the latent channels in place of D, between `latent_in`
+    [latent, D] and `latent_out` [D, latent]; the latter multiplies a device's addend.
     """
 
     def __init__(self, spec: Moe, width: int, build: JaxBuildContext) -> None:
         expert = spec.expert
+        channels = spec.latent or width
         inner = build.ffn_width(spec.expert.width)
         parts = 2 if expert.gated else 1
         self.spec = spec
         self.router = build.parameter("ED", spec.experts, width)
         self.router_bias = build.parameter("E", spec.experts) if spec.router.bias else None
         self.correction = build.float32().parameter("E", spec.experts) if spec.router.correction else None
-        self.inner = build.experts("inner", "E.DF", spec.experts, parts, width, inner, transposed=True)
+        self.inner = build.experts("inner", "E.DF", spec.experts, parts, channels, inner, transposed=True)
         self.inner_bias = build.parameter("E.F", spec.experts, parts, inner) if expert.bias else None
-        self.down = build.experts("down", "E.FD", spec.experts, 1, inner, width)
-        self.down_bias = build.parameter("ED", spec.experts, width) if expert.bias else None
+        self.down = build.experts("down", "E.FD", spec.experts, 1, inner, channels)
+        self.down_bias = build.parameter("ED", spec.experts, channels) if expert.bias else None
         lora = build.lora is not None
-        self.lora_in = JaxExpertLora(spec.experts, width, inner, parts, "outputs", build) if lora else None
-        self.lora_out = JaxExpertLora(spec.experts, inner, width, 1, "inputs", build) if lora else None
+        self.lora_in = JaxExpertLora(spec.experts, channels, inner, parts, "outputs", build) if lora else None
+        self.lora_out = JaxExpertLora(spec.experts, inner, channels, 1, "inputs", build) if lora else None
+        self.latent_in = None if spec.latent is None else build.matrix("latent_in", ".D", channels, width)
+        self.latent_out = None if spec.latent is None else build.matrix("latent_out", "D.", width, channels)
         self.shared = None if spec.shared is None else MlpFfn(spec.shared, width, build.at("shared"))
         self.shared_gate = build.parameter(".D", 1, width) if spec.shared_gate else None
 
@@ -318,15 +322,18 @@ class MoeFfn(nnx.Module):
         expert = jnp.where(real[:, None], chosen, self.spec.experts).reshape(-1)
         order = jnp.argsort(expert)
         sizes = (expert[:, None] == jnp.arange(self.spec.experts)).sum(0)
-        routed = x
+        routed = x if self.latent_in is None else project(x, self.latent_in, step)
         if self.spec.weighs_input:
-            routed = x * weights.astype(x.dtype)
+            routed = routed * weights.astype(x.dtype)
             weights = jnp.ones_like(weights)
         rows = routed[order // top]  # of each (token, expert) pair, sorted by expert
         mask = None if step.adapter_mask is None else step.adapter_mask[order // top]
         out = self._experts(rows, expert[order], sizes.astype(jnp.int32), repeat, step, mask)
         out = out[jnp.argsort(order)].reshape(tokens, top, -1).astype(jnp.float32) * weights[:, :, None]
-        mixed = out.sum(1) if self.shared is None else out.sum(1) + self._shared(self.shared, x, step)
+        mixed = out.sum(1)
+        if self.latent_out is not None:
+            mixed = project(mixed.astype(x.dtype), self.latent_out, step)
+        mixed = mixed if self.shared is None else mixed + self._shared(self.shared, x, step)
         return reduced(jnp.where(real[:, None], mixed, 0).astype(x.dtype), step)
 
     def _shared(self, mlp: MlpFfn, x: jax.Array, step: AnyStep) -> jax.Array:

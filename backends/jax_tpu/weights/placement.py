@@ -143,6 +143,8 @@ def _ffn(ffn: Ffn) -> Iterator[tuple[str, Placement]]:
         yield "experts.down", Placement(("down",), (), lambda w: w.swapaxes(1, 2)[:, None], matrix=True)
         yield "experts.down_bias", Placement(("down_bias",))
         yield "shared_gate", Placement(("shared_gate",))
+        for name in ("latent_in", "latent_out"):
+            yield name, Placement((name,), matrix=True)
         if ffn.shared is not None:
             for name, placement in _ffn(ffn.shared):
                 yield f"shared.{name}", _inside(placement, "shared")

@@ -97,6 +97,8 @@ def _load_moe(weights: NamedWeights, prefix: str, moe: Moe) -> dict[str, Any]:
     router = PlainLinear(weights.take_wide(f"{prefix}.router"), weights.wide(f"{prefix}.router_bias"))
     parts[f"{prefix}.router"] = InvariantLinear(router) if weights.numerics.batch_invariant else router
     parts[f"{prefix}.router_correction"] = weights.get(f"{prefix}.router_correction")
+    for name in () if moe.latent is None else ("latent_in", "latent_out"):
+        parts[f"{prefix}.{name}"] = weights.linear(f"{prefix}.{name}")
     if moe.shared is not None:
         parts |= _load_mlp(weights, f"{prefix}.shared", f"{prefix}.shared.", moe.shared)
     if moe.shared_gate:

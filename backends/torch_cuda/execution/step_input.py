@@ -19,7 +19,7 @@ and merges are the work list of decode attention, spans and blocks rounds of lat
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final, TypeVar
 
@@ -89,6 +89,8 @@ class CudaStepBatch:
     adapter_slots: Tensor | None = None
     work: WorkList | None = None  # the pieces of the decodes; None: each is read by one program
     replay: CudaReplay | None = None  # of recurrent mixers, in place of `chunks`; None: a model or an engine without
+    selection: list[Tensor] = field(default_factory=list)
+    # What the last indexer selected, for layers that share it: sequence of each token [T], positions [T, top_k], counts
 
 
 def round_up(count: int, multiple: int) -> int:

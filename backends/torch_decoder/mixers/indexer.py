@@ -60,10 +60,13 @@ class TokenSelector:
         return IndexQueries(self.spec, heads.float(), self.weights(x).float())
 
     def packed_masks(self, x: Tensor, low_rank: Tensor, rotate: Rotate, batch: PackedPrompts) -> dict[int, Tensor]:
-        """Return by length which tokens the tokens of each prompt attend to, bool [n, 1, length, length]."""
+        """Return by length which tokens the tokens of each prompt attend to, bool [n, 1, length, length].
+
+        It is the batch's `selection`, for layers that share it.
+        """
         keys = self.project.keys(x, rotate)
         queries = self.queries(x, low_rank, rotate)
-        masks = {}
+        masks = batch.selection
         for group in batch.groups:
             if group.length > self.spec.top_k:
                 seen = torch.ones(group.length, group.length, dtype=torch.bool, device=x.device).tril()

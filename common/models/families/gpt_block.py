@@ -370,7 +370,7 @@ def _bloom(config: HfConfig) -> ModelSpec:
 def _mpt(config: HfConfig) -> ModelSpec:
     config.expect("no_bias", True)
     config.expect("embedding_fraction", 1.0)
-    config.expect("logit_scale", None)
+    config.expect("logit_scale", 1.0)
     config.ignore("learned_pos_emb", "norm_type", "init_device", "init_config", "verbose", "emb_pdrop")
     section = config.section("attn_config") or HfConfig({})
     for key, supported in (
@@ -683,7 +683,12 @@ def _cohere_model(config: HfConfig, mixers: Iterable[Attention]) -> ModelSpec:
     ffn = gated_mlp(config)
     layers = (Layer((mixer,), ffn, Norms(before_mixer=norm), parallel=True) for mixer in mixers)
     spec = decoder(config, layers, norm, tied=True)
-    return replace(spec, logit_scale=config.opt("logit_scale", float, 0.0625))
+    return replace(
+        spec,
+        logit_scale=config.opt("logit_scale", float, 0.0625),
+        # Command R states a shorter `max_position_embeddings`, of its training, which bounds nothing: RoPE is unscaled.
+        max_positions=config.opt_size("model_max_length", spec.max_positions),
+    )
 
 
 COHERE = Family(_cohere, (*LLAMA_RULES, *QK_NORM_RULES))

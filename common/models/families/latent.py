@@ -6,7 +6,7 @@ The families, in the order of this file:
   `Glm4MoeLiteForCausalLM`: DeepSeek 1 (MoE), V2, V3, R1, V3.1, V3.2, Kimi K2 and GLM-4.7-Flash: latent attention from
   V2 on, experts.
 - `AXK1ForCausalLM`, `GlmMoeDsaForCausalLM`, `PanguUltraMoEForCausalLM`, `SarvamMLAForCausalLM`: DeepSeek-V3 with other
-  details: A.X-K1, GLM-5 (sparse attention), Sarvam 105B, openPangu Ultra.
+  details: A.X-K1, GLM-5 (sparse attention, from 5.2 on with shared selections), Sarvam 105B, openPangu Ultra.
 - `Mistral4ForCausalLM`, `MistralLarge3ForCausalLM`: Mistral Large 3 and Mistral 4: DeepSeek's latent attention with
   queries that grow, experts with softmax scores.
 - `MiniCPM3ForCausalLM`: MiniCPM 3: latent attention, with MiniCPM's factors on embedding, updates and logits.
@@ -81,7 +81,8 @@ def deepseek_v3(config: HfConfig, default_dense: int = 3, eps: float = 1e-6) -> 
 
 def deepseek_v32(config: HfConfig, *, interleaved: bool = False, eps: float = 1e-6) -> ModelSpec:
     """Return DeepSeek-V3.2's spec. `interleaved`: the channels that the indexer rotates."""
-    config.expect("layer_types", ["indexed_attention"] * config.size("num_hidden_layers"))
+    layers = config.size("num_hidden_layers")
+    config.expect("layer_types", ["indexed_attention"] * layers, ["deepseek_sparse_attention"] * layers)
     config.expect("rope_interleave", True)
     config.ignore("num_nextn_predict_layers")
     attention = latent_attention(config, interleaved=True)
@@ -211,13 +212,39 @@ def _axk1(config: HfConfig) -> ModelSpec:
 
 
 def _glm5(config: HfConfig) -> ModelSpec:
-    layers = config.size("num_hidden_layers")
-    config.expect("indexer_types", ["full"] * layers)
-    config.expect("index_topk_pattern", "F" * layers)
-    config.expect("index_topk_freq", 0, 1)
     config.expect("indexer_rope_interleave", True)
-    config.ignore("index_skip_topk_offset")
-    return deepseek_v32(config, interleaved=True, eps=1e-5)
+    config.ignore("index_share_for_mtp_iteration")  # This concerns layers that only propose drafts.
+    config.expect("moe_router_dtype", "float32")
+    # GLM-5.2 states the channels without RoPE; the class of transformers takes `qk_rope_head_dim`, whatever the key.
+    config.expect("head_dim", config.size("qk_rope_head_dim"), config.size("qk_nope_head_dim"))
+    config.set("head_dim", None)
+    kinds = _glm5_indexers(config)
+    spec = deepseek_v32(config, interleaved=True, eps=1e-5)
+
+    def sharing(layer: Layer) -> Layer:
+        (mixer,) = layer.mixers
+        assert isinstance(mixer, LatentAttention), "all layers have latent attention"
+        return replace(layer, mixers=(replace(mixer, indexer=None, shared_top_k=mixer.top_k),))
+
+    layers = (sharing(layer) if kind == "shared" else layer for layer, kind in zip(spec.layers, kinds))
+    return replace(spec, layers=tuple(layers))
+
+
+def _glm5_indexers(config: HfConfig) -> tuple[str, ...]:
+    """Return "full" or "shared" for each layer: with an indexer, or with the selection of the last one before it.
+
+    Stated as a list, as a pattern of F and S, or by a period and the layer from which it counts.
+    """
+    layers = config.size("num_hidden_layers")
+    period = max(config.opt("index_topk_freq", int, 1), 1)
+    offset = config.opt("index_skip_topk_offset", int, 2)
+    default = ["shared" if max(layer - offset + 1, 0) % period else "full" for layer in range(layers)]
+    pattern = config.opt("index_topk_pattern", str, "")
+    default = [_GLM5_LETTERS.get(letter, letter) for letter in pattern] or default
+    return config.layer_kinds("indexer_types", layers, default, ("full", "shared"))
+
+
+_GLM5_LETTERS = {"F": "full", "S": "shared"}
 
 
 def _sarvam(config: HfConfig) -> ModelSpec:

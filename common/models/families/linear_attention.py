@@ -15,6 +15,8 @@ The families, in the order of this file:
   attention, experts.
 - `Lfm2ForCausalLM`, `Lfm2MoeForCausalLM`: LFM2, dense or with experts: short gated convolutions, and attention with QK
   norm in some layers.
+- `Lfm3ForCausalLM`: LFM3: longer convolutions, and attention in windows or to all tokens, with output gates and four
+  norms.
 """
 
 from __future__ import annotations
@@ -721,5 +723,52 @@ LFM2_RULES = (
     *expert_rules(f"{_LAYER}.feed_forward.experts", "w1", "w3", "w2"),
 )
 
+_LFM3_ROPES: Final[dict[str, Any]] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
+}
+
+
+def _lfm3(config: HfConfig) -> ModelSpec:
+    config.alias("norm_eps", "rms_norm_eps")
+    config.default("head_dim", 128)
+    config.default("rope_parameters", _LFM3_ROPES)
+    config.expect("attention_bias", False)
+    layers = config.size("num_hidden_layers")
+    width = config.size("hidden_size")
+    norm = Norm(config.opt("norm_eps", float, 1e-5))
+    attends = {0: "sliding_attention", 2: "full_attention"}  # By the remainder of the layer's number over 4.
+    default = [attends.get(layer % 4, "conv") if layer else "conv" for layer in range(layers)]
+    kinds = config.layer_kinds("layer_types", layers, default, (*attends.values(), "conv"))
+    ropes = hf_config.rope_per_layer_type(config, config.size("head_dim"), full=1_000_000.0, sliding=10_000.0)
+    gated = config.opt("use_attention_gate", bool, True)
+    full = replace(
+        grouped_attention(config, width, ropes["full_attention"]),
+        qk_norm=norm,
+        output_gate=gated,
+        gate_per_head=gated,
+    )
+    mixers: dict[str, Mixer] = {
+        "full_attention": full,
+        "sliding_attention": replace(full, rope=ropes["sliding_attention"], window=config.window(256)),
+        "conv": ShortConvolution(width, config.opt_size("conv_L_cache", 7), config.opt("conv_bias", bool, False)),
+    }
+    after = norm if config.opt("use_sandwich_norm", bool, True) else None
+    norms = Norms(before_mixer=norm, after_mixer=after, before_ffn=norm, after_ffn=after)
+    ffn = Mlp(config.size("intermediate_size"), "silu", gated=True)
+    spec = decoder(config, (Layer((mixers[kind],), ffn, norms) for kind in kinds), norm, tied=True)
+    return replace(spec, max_positions=config.size("max_position_embeddings"))
+
+
+LFM3_RULES = (
+    *LFM2_RULES,
+    Rename(f"{_LAYER}.post_operator_norm.weight", "layers.{l}.norms.after_mixer"),
+    Rename(f"{_LAYER}.post_ffn_norm.weight", "layers.{l}.norms.after_ffn"),
+    Rename(f"{_ATTENTION}.o_proj.weight", f"{_TARGET}.o"),
+    *(Rename(f"{_ATTENTION}.{part}_norm.weight", f"{_TARGET}.{part}_norm") for part in "qk"),
+    *(Rename(f"{_ATTENTION}.{gate}_proj.weight", f"{_TARGET}.gate") for gate in ("gate", "g")),
+)
+
 LFM2 = Family(_lfm2, LFM2_RULES, answers=AnswerFormat(tools="lfm2"))
 LFM2_MOE = Family(_lfm2_moe, LFM2_RULES, answers=AnswerFormat(tools="lfm2"))
+LFM3 = Family(_lfm3, LFM3_RULES, answers=AnswerFormat(tools="lfm2"))

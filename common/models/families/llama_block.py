@@ -23,6 +23,8 @@ The families, in the order of this file:
   3: norms after mixer and ffn, qk norm over all heads.
 - `Exaone4ForCausalLM`, `ExaoneForCausalLM`: EXAONE 3: Llama's block. EXAONE 4: norms after mixer and ffn, qk norm;
   beside layers with windows, no RoPE.
+- `MuseGlimmerForCausalLM`: Muse Glimmer: a normed embedding, four norms, norms of q and k without weights, an output
+  gate; RoPE in layers with windows alone.
 - `Plamo3ForCausalLM`: PLaMo 3: four norms whose weights are stored without their offsets, norms on q and k, windows in
   most layers.
 """
@@ -689,5 +691,62 @@ PLAMO3 = Family(
         Rename(f"{_PLAMO3_LAYER}.mixer.o_proj.weight", f"{_PLAMO3_MIXER}.o"),
         *fused_linear(f"{_PLAMO3_LAYER}.mlp.gate_up_proj", "layers.{l}.ffn.gate", "layers.{l}.ffn.up"),
         Rename(f"{_PLAMO3_LAYER}.mlp.down_proj.weight", "layers.{l}.ffn.down"),
+    ),
+)
+
+
+# Muse Glimmer.
+
+
+def _muse_glimmer(config: HfConfig) -> ModelSpec:
+    config.expect("attention_bias", False)
+    layers = config.size("num_hidden_layers")
+    width = config.size("hidden_size")
+    plain = rms_norm(config, 1e-5)
+    bare = replace(plain, scale=False)
+    before = replace(plain, unit_offset=True)
+    after = Norm(config.opt("post_norm_eps", float, 1e-8), unit_offset=True)
+    fourths = [(layers - 1 - layer) % 4 == 0 for layer in range(layers)]
+    kinds = config.layer_types(layers, ["full_attention" if each else "sliding_attention" for each in fourths])
+    attention = rotary_attention(config, width)
+    attention = replace(
+        attention,
+        scale=attention.scale * config.opt("qk_scale_factor", float, 3.87),  # It multiplies the normed queries.
+        qk_norm=bare,
+        output_gate=True,
+    )
+    rotates = _muse_rotates(config, attention, fourths)
+    window = config.window(2048)
+    mixers = [
+        replace(
+            attention, window=window if kind == "sliding_attention" else None, rope=attention.rope if turns else None
+        )
+        for kind, turns in zip(kinds, rotates)
+    ]
+    ffn = Mlp(config.size("intermediate_size"), config.activation("hidden_activation", "silu"), gated=True)
+    norms = Norms(before_mixer=before, after_mixer=after, before_ffn=before, after_ffn=after)
+    return replace(
+        decoder(config, (Layer((mixer,), ffn, norms) for mixer in mixers), plain),
+        embedding=Embedding(norm=bare),
+        logit_scale=config.opt("output_multiplier", float, 0.19611613513818404),
+        logit_softcap=config.opt("final_logit_softcapping", float, 20.0),
+    )
+
+
+def _muse_rotates(config: HfConfig, attention: Attention, fourths: list[bool]) -> list[bool]:
+    """Return whether each layer has RoPE: `layer_rope_theta` is its base in each layer, or 0."""
+    assert attention.rope is not None, "the attention rotates"
+    theta = attention.rope.theta
+    thetas = config.opt("layer_rope_theta", list, [0 if each else theta for each in fourths])
+    if len(thetas) != len(fourths) or any(base not in (0, theta) for base in thetas):
+        raise config.error("layer_rope_theta", f"must have {len(fourths)} entries, each 0 or rope_theta {theta}")
+    return [bool(base) for base in thetas]
+
+
+MUSE_GLIMMER = Family(
+    _muse_glimmer,
+    (
+        *(EMBED_RULES + ATTENTION_RULES + MLP_RULES + FOUR_NORM_RULES),
+        Rename("[model.]layers.{l}.self_attn.gate_proj.weight", "layers.{l}.mixers.0.gate"),
     ),
 )

@@ -290,12 +290,13 @@ def _hy3(config: HfConfig) -> ModelSpec:
     config.alias("n_routed_experts", "num_experts", "num_local_experts")
     config.alias("n_shared_experts", "num_shared_experts")
     config.alias("moe_intermediate_size", "expert_hidden_dim")
+    config.alias("routed_scaling_factor", "router_scaling_factor")
     for key in ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
         config.expect(key, True)
     config.ignore(*_HY3_UNUSED)
 
     def moe() -> Moe:
-        scale = config.opt("router_scaling_factor", float, 2.826)
+        scale = config.opt("routed_scaling_factor", float, 2.826)
         top_k = config.opt_size("num_experts_per_tok", 8)
         router = Router(top_k, renormalise=True, scores="sigmoid", correction=True, scale=scale)
         return routed_moe(config, router, shared=1)
@@ -614,7 +615,7 @@ def _step35_mixers(config: HfConfig, kinds: tuple[str, ...]) -> list[Attention]:
         gate_per_head=True,
     )
     full = replace(full, scale=scalar**-0.5) if scalar else full
-    heads = config.opt_size("num_sliding_attention_heads", full.heads)
+    heads = _step35_sliding_heads(config, kinds, config.opt_size("num_sliding_attention_heads", full.heads))
     other = config.section("attention_other_setting")
     if other is not None:
         other.expect("attention_type", "sliding_attention")
@@ -627,6 +628,25 @@ def _step35_mixers(config: HfConfig, kinds: tuple[str, ...]) -> list[Attention]:
         raise config.error("num_sliding_attention_heads", f"is {heads}; there are {full.kv_heads} KV heads")
     windowed = replace(full, heads=heads, window=config.window(None), rope=ropes.get("sliding_attention"))
     return [windowed if kind == "sliding_attention" else full for kind in kinds]
+
+
+def _step35_sliding_heads(config: HfConfig, kinds: tuple[str, ...], default: int) -> int:
+    """Return the query heads of windowed layers, which transformers 5 writes layer by layer."""
+    sections = config.section("per_layer_config")
+    if sections is None:
+        return default
+    counts = set()
+    for layer, kind in enumerate(kinds):
+        section = sections.section(str(layer))
+        if (section is None) != (kind == "full_attention"):
+            raise config.error("per_layer_config", f"must have an entry for each windowed layer, no other; see {layer}")
+        if section is not None:
+            counts.add(section.size("num_attention_heads"))
+            section.finish()
+    sections.finish()
+    if len(counts) > 1:
+        raise config.error("per_layer_config", "differs from windowed layer to windowed layer")
+    return counts.pop() if counts else default
 
 
 def _step35_ropes(config: HfConfig, kinds: tuple[str, ...]) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ The families, in the order of this file:
 - `GraniteMoeHybridForCausalLM`: Granite 4: Mamba-2 and attention layers with Granite's multipliers, an MLP or experts
   beside a shared one.
 - `NemotronHForCausalLM`: Nemotron-H and Nemotron 3: layers of one Mamba-2 mixer, one attention without RoPE, one MLP or
-  one mixture.
+  one mixture, whose experts may act in a latent space (Nemotron 3 Super and Ultra).
 - `Zamba2ForCausalLM`: Zamba 2: Mamba-2 layers; in front of some a transformer block whose weights take turns, with
   low-rank adapters.
 """
@@ -439,7 +439,6 @@ def _nemotron_h(config: HfConfig) -> ModelSpec:
     config.alias("head_dim", "attention_head_dim")
     config.alias("layer_norm_epsilon", "rms_norm_eps", "norm_eps")
     config.expect("sliding_window", None)
-    config.expect("moe_latent_size", None)
     config.expect("mamba_proj_bias", False)
     config.expect("num_query_groups", config.opt_size("num_key_value_heads", 8))
     config.ignore("rope_theta", "partial_rotary_factor")  # The model has no RoPE.
@@ -465,7 +464,7 @@ def _nemotron_h(config: HfConfig) -> ModelSpec:
     else:
         config.ignore("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "routed_scaling_factor")
         config.ignore("moe_intermediate_size", "moe_shared_expert_intermediate_size", "norm_topk_prob")
-        config.ignore("n_group", "topk_group")
+        config.ignore("n_group", "topk_group", "moe_latent_size")
     return decoder(config, [layers[kind] for kind in kinds], norm)
 
 
@@ -508,7 +507,10 @@ def _nemotron_h_moe(config: HfConfig, mlp: Mlp) -> Moe:
     config.expect("n_shared_experts", 1)
     expert = Mlp(config.size("moe_intermediate_size"), mlp.activation, gated=False)
     shared = Mlp(config.size("moe_shared_expert_intermediate_size"), mlp.activation, gated=False)
-    return Moe(config.size("n_routed_experts"), expert, corrected_sigmoid_router(config), shared)
+    latent = config.nullable("moe_latent_size", int)
+    if latent is not None and latent < 1:
+        raise config.error("moe_latent_size", f"is {latent}; it must be at least 1")
+    return Moe(config.size("n_routed_experts"), expert, corrected_sigmoid_router(config), shared, latent=latent)
 
 
 def _nemotron_h_rules(backbone: str) -> tuple[Rule, ...]:
@@ -520,6 +522,8 @@ def _nemotron_h_rules(backbone: str) -> tuple[Rule, ...]:
         *(Stack(f"{mixer}.experts.{{e}}.{part}_proj.weight", f"{FFN}.experts.{part}") for part in ("up", "down")),
         *(Rename(f"{mixer}.experts.{part}_proj", f"{FFN}.experts.{part}") for part in ("up", "down")),
         *(Rename(f"{mixer}.shared_experts.{part}_proj.weight", f"{FFN}.shared.{part}") for part in ("up", "down")),
+        Rename(f"{mixer}.fc1_latent_proj.weight", f"{FFN}.latent_in"),
+        Rename(f"{mixer}.fc2_latent_proj.weight", f"{FFN}.latent_out"),
         Rename(f"{mixer}.gate.weight", f"{FFN}.router"),
         Rename(f"{mixer}.gate.e_score_correction_bias", f"{FFN}.router_correction"),
         Rename(f"{layer}.norm.weight", "layers.{l}.norms.before_ffn"),
@@ -583,6 +587,7 @@ def _zamba2_attention(config: HfConfig) -> Attention:
     adapted = config.opt("use_shared_attention_adapter", bool, False)
     head_dim = 2 * config.size("hidden_size") // heads
     config.expect("attention_head_dim", head_dim)
+    config.expect("head_dim", head_dim)
     rotary = config.opt("use_mem_rope", bool, False)
     if not rotary:
         config.ignore("rope_theta", "rope_scaling", "rope_parameters")

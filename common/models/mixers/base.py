@@ -40,6 +40,16 @@ class MixerBase:
         return None
 
     @property
+    def top_k(self) -> int | None:
+        """The number of tokens that an indexer selects for each query to attend to; None: nothing is selected."""
+        return None
+
+    @property
+    def shares_selection(self) -> bool:
+        """Whether its queries attend to the tokens that the last layer before it with an indexer selected."""
+        return False
+
+    @property
     def has_plain_cache(self) -> bool:
         """Whether its cache is one that every backend with 8-bit caches can store in 8 bits."""
         return True

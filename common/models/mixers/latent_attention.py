@@ -56,7 +56,9 @@ class LatentAttention(MixerBase):
     rope: Rope  # RoPE over all its `dim` channels: a query head's last ones, and the rotary key.
     norm: Norm  # Norm of the latent and of the low-rank queries.
     bias: bool = False  # The projections q_a, kv_a and o have a bias.
-    indexer: Indexer | None = None  # None: a query attends to all tokens before it.
+    indexer: Indexer | None = None  # None: a query attends to all tokens before it, unless `shared_top_k` is set.
+    shared_top_k: int | None = None
+    # A query attends to the tokens that the last layer before it with an indexer selected: that indexer's `top_k`.
     query_growth: QueryGrowth | None = None  # Growth of the queries with their position, after RoPE.
     gate_per_head: bool = False  # The projection o reads the attended values * sigmoid(gate x), one number per head.
     causal: ClassVar[bool] = True
@@ -65,6 +67,17 @@ class LatentAttention(MixerBase):
 
     def __post_init__(self) -> None:
         assert self.indexer is None or self.query_rank is not None, "an indexer reads the low-rank queries"
+        assert self.indexer is None or self.shared_top_k is None, "a layer has an indexer or shares a selection"
+
+    @property
+    def top_k(self) -> int | None:
+        """The number of tokens that a query attends to; None: all before it."""
+        return self.shared_top_k if self.indexer is None else self.indexer.top_k
+
+    @property
+    def shares_selection(self) -> bool:
+        """Whether its queries attend to the tokens that the last layer before it with an indexer selected."""
+        return self.shared_top_k is not None
 
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the caches kept per sequence: the latent with the rotary key, and the indexer's keys."""
@@ -79,7 +92,7 @@ class LatentAttention(MixerBase):
             read_elements=self.latent_dim + self.rope.dim,
         )
         if self.indexer is None:
-            return dense
+            return replace(dense, span=self.shared_top_k)
         scan = 2 * self.indexer.heads * self.indexer.head_dim
         return replace(dense, span=self.indexer.top_k, scan_flops=scan, scan_elements=self.indexer.head_dim)
 

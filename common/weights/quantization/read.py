@@ -59,17 +59,26 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in KEYS}
 
 
+def states_quantization(section: object) -> bool:
+    """Return whether a section of config.json describes quantised weights: it has a method other than `none`."""
+    return section not in (None, {}) and not (isinstance(section, Mapping) and section.get("quant_method") == "none")
+
+
 def read_quantization(config: Mapping[str, Any]) -> QuantizationConfig | None:
     """Return how the checkpoint of a config.json is quantised; None: its weights are dense.
 
-    Raises ModelError naming the method for one that is not read, or a combination of it.
+    An empty section, and one with the method `none`, mean dense weights. Raises ModelError naming the method for one
+    that is not read, or a combination of it.
     """
     for key in KEYS:
-        if config.get(key) is not None:
+        if states_quantization(config.get(key)):
             section = Section(key, config[key])
-            reader = METHODS.get(str(section.method))
+            method = section.method
+            if method is None and modelopt.wrote(section):
+                method = "modelopt"
+            reader = METHODS.get(str(method))
             if reader is None:
-                name = section.method or "a method it does not name"
+                name = method or "a method it does not name"
                 known = ", ".join(METHODS)
                 raise ModelError(
                     f"config.json: {key}: the weights are quantised by {name}, which this version does not read (it "

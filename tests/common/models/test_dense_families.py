@@ -92,6 +92,33 @@ def test_multipliers() -> None:
     assert spec("HyperCLOVAX-SEED-Think-14B").logit_scale == 0.125
 
 
+def test_the_context_of_command_is_its_model_max_length() -> None:
+    """Command R's `max_position_embeddings` is 8192, that of its training."""
+    for name in ("c4ai-command-r-v01", "c4ai-command-r7b-12-2024"):
+        assert spec(name, max_position_embeddings=8192, model_max_length=131_072).max_positions == 131_072
+        assert spec(name, max_position_embeddings=8192, model_max_length=None).max_positions == 8192
+
+
+def test_keys_that_repeat_what_others_state() -> None:
+    assert spec("mpt-7b", logit_scale=1.0) == spec("mpt-7b")
+    assert spec("Zamba2-1.2B", head_dim=128) == spec("Zamba2-1.2B")
+
+
+def test_layers_of_muse_glimmer_that_rotate() -> None:
+    """`layer_rope_theta` states RoPE's base in each layer: the only one, or 0. Without it every fourth has none."""
+    llama = {**GENERATORS["Llama-2-7b-hf"], "hidden_act": None, "num_hidden_layers": 4}
+    config = {**llama, "architectures": ["MuseGlimmerForCausalLM"]}
+    for thetas, rotates in (
+        (None, [True, True, True, False]),
+        ([0, 0, 10_000.0, 10_000.0], [False, False, True, True]),
+    ):
+        layers = spec_from_config({**SAVED, **config, "layer_rope_theta": thetas})[0].layers
+        assert [layer.attention.rope is not None for layer in layers] == rotates
+    for thetas in ([0, 0, 500.0, 10_000.0], [0]):
+        with pytest.raises(ModelError, match="layer_rope_theta must have 4 entries, each 0 or rope_theta"):
+            spec_from_config({**SAVED, **config, "layer_rope_theta": thetas})
+
+
 def test_gelu_of_gemma_is_the_approximation() -> None:
     ffn = spec("gemma-7b").layers[0].ffn
     assert isinstance(ffn, Mlp)
@@ -105,6 +132,8 @@ def test_gelu_of_gemma_is_the_approximation() -> None:
         ("SmolLM3-3B", "no_rope_layers", [1]),
         ("chatglm3-6b", "rmsnorm", False),
         ("iquestcoder", "clip_qkv", 8.0),
+        ("mpt-7b", "logit_scale", 0.5),
+        ("Zamba2-1.2B", "head_dim", 64),
         ("starcoder2-3b", "norm_type", "rms"),
         ("MiniCPM-2B-sft-bf16", "num_experts", 8),
         ("EXAONE-4.0-32B", "sliding_window_pattern", "LG"),

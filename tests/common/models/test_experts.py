@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.checkpoints.real_models import REAL
 from support.servers.hub_configs import GENERATORS, SAVED
 from support.suite.rows import each_row
 
@@ -95,6 +96,8 @@ def test_dense_layers_of_published_configs() -> None:
     assert [type(layer.ffn) for layer in spec("DeepSeek-V3", num_hidden_layers=5).layers] == [Mlp] * 3 + [Moe] * 2
     ernie = spec("ERNIE-4.5-21B-A3B-PT", num_hidden_layers=5, moe_layer_end_index=3)
     assert [type(layer.ffn) for layer in ernie.layers] == [Mlp, Moe, Moe, Moe, Mlp]
+    hunyuan = {**REAL["Hy3-preview"].config, "num_hidden_layers": 2, "mlp_layer_types": ["dense"] * 2}
+    assert [type(layer.ffn) for layer in spec_from_config(hunyuan)[0].layers] == [Mlp] * 2
 
 
 @each_row(

@@ -28,13 +28,24 @@ def test_sixty_models_are_written_down() -> None:
     assert len(REAL) >= 60
 
 
+def test_indexers_of_glm_are_stated_in_three_ways() -> None:
+    config = REAL["GLM-5.2"].config
+    expected = spec_from_config(config)[0]
+    assert [mixer.shares_selection for mixer in expected.mixers[:8]] == [False] * 3 + [True] * 3 + [False, True]
+    letters = "".join("S" if kind == "shared" else "F" for kind in config["indexer_types"])
+    for stated in ({"index_topk_pattern": letters}, {}):  # A period and where it begins are in the file, too.
+        rest = {key: value for key, value in config.items() if key != "indexer_types"}
+        assert spec_from_config({**rest, **stated})[0] == expected
+
+
 @each_row(
     ("name", "extra", "words"),
     [
         ("Hunyuan-A13B-Instruct", {"moe_topk": [8] * 31}, "moe_topk is .* it must be 32 integers, one per layer"),
         ("Hunyuan-A13B-Instruct", {"use_cla": True}, "use_cla is True; only False is supported"),
-        ("GLM-5", {"indexer_types": ["full", "shared"] * 39}, "indexer_types is .* only .* is supported"),
-        ("GLM-5", {"index_topk_freq": 4}, "index_topk_freq is 4; only 0 or 1 is supported"),
+        ("GLM-5", {"indexer_types": ["shared", "full"] * 39}, "layer 0 shares the selection .* indexer selects None"),
+        ("GLM-5", {"indexer_types": ["full", "half"] * 39}, "indexer_types has 'half'; supported: full, shared"),
+        ("GLM-5", {"index_topk_pattern": "FSX"}, "indexer_types has 'X'; supported: full, shared"),
         ("Ling-mini-2.0", {"moe_router_enable_expert_bias": False}, "scoring_func is 'sigmoid'; only 'softmax'"),
         ("Qwen-7B", {"no_bias": False}, "no_bias is False; only True is supported"),
         ("deepseek-moe-16b-base", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; only 'softmax'"),

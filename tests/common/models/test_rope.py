@@ -101,6 +101,14 @@ def test_partial_rotary_beside_or_inside_the_parameters():
     assert beside.dim == inside.dim == HEAD_DIM // 2
 
 
+def test_an_odd_number_of_rotary_channels_is_rounded_up_to_pairs():
+    """As in transformers, whose cos and sin have two entries for each frequency: of 7 channels, with exponents / 7."""
+    parsed = rope(HfConfig(config(partial_rotary_factor=0.45)), HEAD_DIM)
+    assert parsed.dim == 8
+    frequencies, _ = inverse_frequencies(parsed, POSITIONS)
+    np.testing.assert_allclose(frequencies, 5000.0 ** -(np.arange(0, 7, 2) / 7), rtol=1e-12)
+
+
 def test_longrope_outside_original_length_counts():
     scaling = {key: value for key, value in SCALINGS["longrope"].items() if not key.startswith("original")}
     parsed = rope(HfConfig(config(rope_scaling=scaling, original_max_position_embeddings=32)), HEAD_DIM)
@@ -152,6 +160,8 @@ def test_context_length(scaling: dict[str, Any] | None, tokens: int):
             {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8},
             "short_factor has 1 entries for 8",
         ),
+        ({**SCALINGS["linear"], "partial_rotary_factor": 0.45}, "scales the rotation of 7 channels; only of an even"),
+        ({"rope_type": "default", "partial_rotary_factor": 1.1}, "theta 5000.0 on 17 of 16 channels is not a rotation"),
         ({"partial_rotary_factor": 2.0}, "32 of 16 channels|on 32 of 16"),
     ],
 )

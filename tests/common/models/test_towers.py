@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.checkpoints.real_models import REAL
 from support.suite.rows import each_row
 
 from pagoda.common.errors import ModelError
@@ -381,6 +382,35 @@ def test_what_the_section_states_of_the_whole_checkpoint() -> None:
     assert spec_from_config(fp8)[0] == spec("Qwen3-VL-30B-A3B-Instruct")
     assert with_text_keys(LLAMA) == LLAMA
     assert with_text_keys(MULTIMODAL["gemma-3-4b-it"])["eos_token_id"] == [1, 106]
+
+
+def test_both_names_of_a_section() -> None:
+    """NVIDIA's files say `llm_config`, transformers' `text_config`; remedies name the one that the file has."""
+    section = REAL["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"].config
+    for name in ("NemotronH_Nano_VL_V2", "NemotronH_Omni_Reasoning_V3"):
+        for key in ("llm_config", "text_config"):
+            config = {"architectures": [name], key: section}
+            assert spec_from_config(config)[0] == spec_from_config(section)[0]
+            with pytest.raises(ModelError, match=rf"""'\{{"{key}": \{{"swirl": null"""):
+                spec_from_config({**config, key: {**section, "swirl": 1}})
+
+
+def test_heads_of_windowed_layers_that_are_stated_one_by_one() -> None:
+    """transformers 5 writes Step 3.7's so."""
+    config = REAL["Step-3.5-Flash"].config
+    other = config["attention_other_setting"]["num_attention_heads"]
+    kinds = config["layer_types"][: config["num_hidden_layers"]]
+    windowed = [str(layer) for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+    rest = {key: value for key, value in config.items() if key != "attention_other_setting"}
+    stated = {layer: {"num_attention_heads": other} for layer in windowed}
+    assert spec_from_config({**rest, "per_layer_config": stated})[0] == spec_from_config(config)[0]
+    for changed, words in (
+        ({**stated, "0": {"num_attention_heads": other}}, "for each windowed layer, no other; see 0"),
+        ({**stated, windowed[0]: {"num_attention_heads": 8}}, "differs from windowed layer to windowed layer"),
+        ({**stated, windowed[0]: {"num_attention_heads": other, "head_dim": 64}}, "head_dim unknown key"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            spec_from_config({**rest, "per_layer_config": changed})
 
 
 def test_an_unknown_key_of_the_text_is_refused_with_the_override_that_drops_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +18,7 @@ from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.family import Rename, Split, Stack, linear
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights import dtypes
+from pagoda.common.weights.folder import FolderCheckpoint
 from pagoda.common.weights.gguf.dequantize import BlockType
 from pagoda.common.weights.quantization.config import QuantizationConfig, parameter_schemes
 from pagoda.common.weights.quantization.kv_scales import (
@@ -226,7 +228,7 @@ def group_with(**changes: Any) -> dict[str, Any]:
         ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config: the weights are quantised by aqlm, "),
         ({"compression_config": {"quant_method": "x", "format": "y"}}, r"compression_config: .* by x, which"),
         ({"quantization_config": []}, "a method it does not name"),
-        ({"quantization_config": {}}, "a method it does not name, which this version does not read"),
+        ({"quantization_config": {"bits": 4}}, "a method it does not name, which this version does not read"),
         (
             {"quantization_config": weights_with(num_bits=4, type="int", strategy="group")},
             "weights: strategy is group, but group_size is None",
@@ -545,6 +547,37 @@ def test_layers_of_modelopt_with_and_without_a_quantised_cache(cache: dict[str, 
     assert config.fp8_cache is bool(cache)
     if cache:  # the cache alone
         assert config_of({"quant_method": "modelopt", "quant_algo": None, **cache}).scheme("a.q") is None
+
+
+def test_modelopt_is_recognised_without_its_name() -> None:
+    """Qwen3-32B-FP8-Static-PerTensor states a producer, `quant_algo` and the cache as a string, but no method."""
+    named = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+    producer = {"producer": {"name": "modelopt", "version": "0.31.0"}}
+    assert config_of({**producer, **named, "quant_method": None, "kv_cache_scheme": "FP8"}).fp8_cache
+    for stated in (producer, {"producer": {"name": "somebody"}}, {}):
+        config = config_of({**{key: value for key, value in named.items() if key != "quant_method"}, **stated})
+        assert config == config_of(named)
+    nested = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    assert config_of({**producer, **nested}) == config_of(named)
+    with pytest.raises(ModelError, match="a method it does not name"):
+        config_of({"producer": {"name": "somebody"}, "bits": 8})
+
+
+def test_static_scales_of_the_cache_beside_fp8_weights() -> None:
+    """AutoFP8 writes `kv_cache_scheme`, a word; the scales are read beside the weights."""
+    assert [config_of(fp8(kv_cache_scheme=scheme)).fp8_cache for scheme in ("static", None)] == [True, False]
+    with pytest.raises(ModelError, match="kv_cache_scheme is dynamic, only static is read"):
+        config_of(fp8(kv_cache_scheme="dynamic"))
+
+
+@pytest.mark.parametrize("section", [{}, {"quant_method": "none"}, None])
+def test_a_section_without_a_method_means_dense_weights(section: dict[str, Any] | None, tmp_path: Path) -> None:
+    assert read_quantization({"quantization_config": section}) is None
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": section}))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    config = read_quantization(FolderCheckpoint(tmp_path, ()).config())
+    assert config is not None
+    assert config.method == "modelopt", "the file beside config.json counts"
 
 
 def test_rows_that_are_not_whole_blocks_are_dequantised() -> None:

@@ -26,6 +26,12 @@ def fused(tensors: Tensors, parts: tuple[str, ...], target: str, groups: int = 1
     return result
 
 
+def text_alone(tensors: Tensors) -> Tensors:
+    """Return the tensors of a multimodal model's text, as a checkpoint of it alone names them."""
+    text = {name: tensor for name, tensor in tensors.items() if name.startswith(("model.language_model.", "lm_head."))}
+    return renamed(text, {"model.language_model.": "model."})
+
+
 QKV = (".q_proj.", ".k_proj.", ".v_proj.")
 
 

@@ -289,6 +289,21 @@ PER_LAYER: dict[str, Any] = {
     **{"vocab_size_per_layer_input": VOCAB - 7, "hidden_size_per_layer_input": 12, "pad_token_id": 0},
 }
 
+LFM3: dict[str, Any] = {
+    **{"layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3, "head_dim": 8},
+    **{"sliding_window": WINDOW, "pad_token_id": 0},
+}
+LFM3_VISION: dict[str, Any] = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "patch_size": 4},
+}
+MUSE: dict[str, Any] = {"num_hidden_layers": 5, "head_dim": 8, "sliding_window": WINDOW}
+MUSE_VISION: dict[str, Any] = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4, "max_position_embeddings": 16},
+}
+MUSE_PROJECTOR = {"out_hidden_size": 64, "projector_hidden_size": 16}
+
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 9.0]}
 
 
@@ -592,6 +607,7 @@ TINY = (
         SMALL_MAMBA2,
     ),
     Tiny("nemotron-h", "NemotronHForCausalLM", NEMOTRON_H),
+    Tiny("nemotron-h-latent", "NemotronHForCausalLM", {**NEMOTRON_H, "moe_latent_size": 12}),
     Tiny(
         "nemotron-h-dense",
         "NemotronHForCausalLM",
@@ -687,6 +703,8 @@ TINY = (
             "moe_intermediate_size": 20,
         },
     ),
+    Tiny("lfm3", "Lfm3ForCausalLM", LFM3),
+    Tiny("lfm3-plain", "Lfm3ForCausalLM", {**LFM3, "use_sandwich_norm": False, "use_attention_gate": False}),
     Tiny("minimax", "MiniMaxForCausalLM", MINIMAX),
     Tiny("kimi-linear", "KimiLinearForCausalLM", base=KIMI_LINEAR),
     Tiny(
@@ -791,6 +809,18 @@ TINY = (
     ),
     Tiny("glm", "GlmForCausalLM", {"head_dim": 12}),
     Tiny("glm4", "Glm4ForCausalLM", {"head_dim": 8, "attention_bias": False, "partial_rotary_factor": 1.0}),
+    Tiny(
+        "muse-glimmer",
+        "MuseGlimmerForCausalLM",
+        base={"text_config": {**SMALL, **MUSE}, "vision_config": MUSE_VISION, **MUSE_PROJECTOR},
+        oracle="MuseGlimmerForConditionalGeneration",
+        written={
+            **{"text_config": None, "vision_config": None, "model_type": "muse_glimmer_text"},
+            **{"out_hidden_size": None, "projector_hidden_size": None, "projector_hidden_act": None},
+            **{"image_token_id": None, "video_token_id": None, **SMALL, **MUSE},
+        },
+        rename=renames.text_alone,
+    ),
     Tiny("nemotron", "NemotronForCausalLM", {"head_dim": 12}),
     Tiny("nemotron-biased", "NemotronForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     Tiny("jais2", "Jais2ForCausalLM"),
@@ -1034,6 +1064,15 @@ TINY = (
         "glm5",
         "GlmMoeDsaForCausalLM",
         {**ROUTED, "n_group": 1, "topk_group": 1},
+        SPARSE_LATENT,
+    ),
+    Tiny(
+        "glm5-shared",
+        "GlmMoeDsaForCausalLM",
+        {
+            **{**ROUTED, "n_group": 1, "topk_group": 1, "num_hidden_layers": 4},
+            "indexer_types": ["full", "shared", "full", "shared"],
+        },
         SPARSE_LATENT,
     ),
     Tiny(

@@ -22,6 +22,7 @@ SMALL_BERT: dict[str, Any] = {
     "pad_token_id": 0,
 }
 SMALL_GPT2 = {**tiny.SMALL_GPT2, "pad_token_id": 0}
+GLM5_SHARED = {"indexer_types": ["full", "shared"], "pad_token_id": 0}
 LABELS = {"id2label": {index: f"kind {index}" for index in range(3)}, "label2id": {}}
 LABELS["label2id"] = {name: index for index, name in LABELS["id2label"].items()}
 
@@ -248,6 +249,7 @@ CASES = (
         tiny.LATENT,
     ),
     Case("deepseek32", "DeepseekV32Model", "embed", last_token, {"pad_token_id": 0}, tiny.SPARSE_LATENT),
+    Case("glm5-shared", "GlmMoeDsaModel", "embed", last_token, GLM5_SHARED, tiny.SPARSE_LATENT),
     Case("qwen3-next", "Qwen3NextModel", "embed", last_token, {"pad_token_id": 0}, tiny.NEXT),
     decoder("gpt-oss", "GptOssModel", "embed", last_token, **tiny.GPT_OSS.extra),
     decoder("mixtral", "MixtralModel", "embed", last_token, num_local_experts=4, num_experts_per_tok=2),

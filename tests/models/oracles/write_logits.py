@@ -43,7 +43,7 @@ def with_tensors(case: tiny.Tiny, tensors: dict[str, torch.Tensor], folder: Path
     computed = tiny.computed_buffers(model)
     state = {name: tensor for name, tensor in state.items() if name not in computed}
     missing, more = model.load_state_dict(state, strict=False)
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    tied = {"lm_head.weight"} if model.config.get_text_config().tie_word_embeddings else set()
     assert not more, (case.name, more)
     assert set(missing) <= computed | tied, (case.name, missing)
     return model

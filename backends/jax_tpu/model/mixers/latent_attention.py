@@ -12,6 +12,7 @@ attends to all tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +132,8 @@ class JaxLatentAttention(MixerModule):
     ) -> tuple[jax.Array, Caches]:
         """X [T, D], stacked latents and index keys -> [T, D], and the caches.
 
-        `cache_index` int32 [2 n]: block table and cache layer of each.
+        `cache_index` int32 [2 n]: block table and cache layer of each. In a model whose layers share selections the
+        last of `caches` is what the last indexer selected, `SelectedTokens`.
         """
         spec = self.spec
         rotate = rotations[self.spec.rope]
@@ -150,9 +152,9 @@ class JaxLatentAttention(MixerModule):
         q = jnp.concatenate([absorbed, rotary], -1)
         latents = self._latents(x, rotations, step)
         if self.indexer is not None:
-            caches = caches[0], self.indexer.store(x, caches[1], cache_index[2:], rotations, step)
-        if self.indexer is not None and step.max_context > self.indexer.spec.top_k:
-            selection = self.indexer.select(x, low_rank, caches[1], cache_index[2:], rotations, step)
+            caches = caches[0], self.indexer.store(x, caches[1], cache_index[2:], rotations, step), *caches[2:]
+        if spec.top_k is not None and step.max_context > spec.top_k:
+            selection, caches = self._select(x, low_rank, caches, cache_index, rotations, step)
             mixed, cache = self._attend_selected(q, latents, caches[0], cache_index, step, selection)
             attended = jnp.einsum("tnr,nvr->tnv", mixed, value_up)
         else:
@@ -169,6 +171,22 @@ class JaxLatentAttention(MixerModule):
         attended = attended.reshape(len(x), -1)
         out = reduced(adapted(project(attended, self.out, step), self.lora_out, attended, step), step)
         return (out if self.out_bias is None else out + self.out_bias[...]), (cache, *caches[1:])
+
+    def _select(
+        self,
+        x: jax.Array,
+        low_rank: jax.Array,
+        caches: Caches,
+        cache_index: jax.Array,
+        rotations: Rotations,
+        step: AnyStep,
+    ) -> tuple[SelectedTokens, Caches]:
+        """Return the tokens that those of x [T, D] attend to, and the caches; arguments as of `__call__`."""
+        if self.indexer is None:
+            return cast(SelectedTokens, caches[-1]), caches
+        selection = self.indexer.select(x, low_rank, caches[1], cache_index[2:], rotations, step)
+        shared = len(caches) > 2
+        return selection, (*caches[:2], cast(jax.Array, selection)) if shared else caches
 
     def _attend_selected(
         self,

@@ -149,6 +149,9 @@ class PagedLatentAttention:
         selected: Sequence[Tensor | None] = [None] * len(batch.sequences)
         if self.indexer is not None:
             selected = self.indexer(x, low_rank, batch, caches, rotations)
+            batch.selection[:] = selected
+        elif self.spec.shared_top_k is not None:
+            selected = batch.selection
         out = queries.new_empty(len(x), self.spec.heads * self.spec.value_dim)
         for index, (sequence, span, chosen) in enumerate(zip(batch.sequences, view.spans, selected)):
             attend = self._decode if index < batch.num_decodes else self._prefill
@@ -218,6 +221,7 @@ class PackedLatentAttention:
 
     def __init__(self, spec: LatentAttention, params: LatentAttentionParams) -> None:
         self.spec = spec.expanded()
+        self.shares = spec.shared_top_k is not None
         self.project = LatentProjection(spec, params)
         self.indexer = token_index(spec, params)
 
@@ -225,7 +229,7 @@ class PackedLatentAttention:
         """X [T, D] -> [T, D]."""
         low_rank = self.project.low_rank(x)
         queries = self.project.grown(self.project.queries(low_rank, rotations), batch.positions)
-        masks = {}
+        masks = batch.selection if self.shares else {}
         if self.indexer is not None:
             rotate = rotation_of(rotations, self.indexer.spec.rope)
             masks = self.indexer.packed_masks(x, low_rank, rotate, batch)

@@ -54,6 +54,7 @@ class NaiveModel:
         }
         self._parts = NaiveParts(self._weights)
         self._keys_values: dict[str, tuple[Tensor, Tensor]] = {}  # [T, K, H] each, by mixer
+        self._selection: Tensor | None = None  # bool [T, T]: what the last indexer selected
         missing = expected.keys() - self._weights.keys()
         if missing:
             raise WeightError(f"no weights for {', '.join(sorted(missing))}")
@@ -282,6 +283,10 @@ class NaiveModel:
             q = self._linear(f"{name}.q_b", low_rank)
             if mixer.indexer is not None:
                 seen = self._selected(f"{name}.indexer", mixer.indexer, x, low_rank, seen)
+                self._selection = seen
+            elif mixer.shared_top_k is not None:
+                assert self._selection is not None, "a layer before it has an indexer"
+                seen = self._selection
         q_nope, q_rope = q.view(len(x), mixer.heads, -1).split([mixer.nope_dim, mixer.rope.dim], -1)
         latent, k_rope = self._linear(f"{name}.kv_a", x).split([mixer.latent_dim, mixer.rope.dim], -1)
         kv = self._linear(f"{name}.kv_b", self._norm(f"{name}.kv_a_norm", mixer.norm, latent))
@@ -342,14 +347,15 @@ class NaiveModel:
     def _moe(self, name: str, moe: Moe, x: Tensor) -> Tensor:
         correction = self._weights.get(f"{name}.router_correction")
         weights, experts = ops.route(self._linear(f"{name}.router", x), moe.router, correction)
+        routed = x if moe.latent is None else self._linear(f"{name}.latent_in", x)
         if moe.weighs_input:
-            routed = x * weights.to(self.dtype)
+            routed = routed * weights.to(self.dtype)
             weights = torch.ones_like(weights)
-        else:
-            routed = x
         mixed = ops.mix_experts(
             routed, weights, experts, lambda e, rows: self._mlp(f"{name}.experts", moe.expert, rows, expert=e)
         )
+        if moe.latent is not None:
+            mixed = self._linear(f"{name}.latent_out", mixed)
         if moe.shared is None:
             return mixed
         shared = self._mlp(f"{name}.shared", moe.shared, x)

@@ -113,25 +113,39 @@ class CudaLatentAttention:
         assert isinstance(cache, CudaArrayCache), "latent attention keeps latents"
         q, latents, low_rank = self.project(x)
         self.project.write(q, latents, batch.positions, batch.groups[cache.group].slots, cache.array)
-        if self.indexer is None:
+        if self.spec.top_k is None:
             return self.out(self.project.gated(self._attend(q, batch, cache), x))
+        if self.indexer is not None:
+            batch.selection[:] = self._select(self.indexer, x, low_rank, batch, caches)
+        rows, selected, counts = batch.selection
+        return self.out(self.project.gated(self._attend_selected(q, batch, cache, rows, selected, counts), x))
+
+    def _select(
+        self,
+        indexer: TokenSelector,
+        x: Tensor,
+        low_rank: Tensor,
+        batch: CudaStepBatch,
+        caches: Mapping[int, CudaCache],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keep the index keys of x [T, D]; return sequences [T], selected positions [T, top_k] and counts [T]."""
         keys = caches[self.numbers[1]]
         assert isinstance(keys, CudaArrayCache), "an indexer keeps keys"
         rows, lens = contexts(batch)
         rotate = partial(rotated, positions=batch.positions, cos_sin=self.index_cos_sin)
         slots = batch.groups[keys.group].slots
-        keys.array.view(-1, keys.array.shape[2]).index_copy_(0, slots.long(), self.indexer.project.keys(x, rotate))
+        keys.array.view(-1, keys.array.shape[2]).index_copy_(0, slots.long(), indexer.project.keys(x, rotate))
         selected, counts = select_tokens(
-            self.indexer.project.queries(low_rank, rotate).contiguous(),
-            self.indexer.weights(x),
+            indexer.project.queries(low_rank, rotate).contiguous(),
+            indexer.weights(x),
             keys.array,
             batch.groups[keys.group].tables,
             rows,
             lens,
-            top=self.indexer.spec.top_k,
+            top=indexer.spec.top_k,
             use_kernel=self.device.use_kernels,
         )
-        return self.out(self.project.gated(self._attend_selected(q, batch, cache, rows, selected, counts), x))
+        return rows, selected, counts
 
     def _attend_selected(
         self, q: Tensor, batch: CudaStepBatch, cache: CudaArrayCache, rows: Tensor, selected: Tensor, counts: Tensor
@@ -237,7 +251,7 @@ class CudaPackedLatentAttention:
         expanded = F.linear(latent, self.project.kv_b).view(len(x), spec.heads, -1)
         nope, values = expanded.split([spec.nope_dim, spec.value_dim], 2)
         keys = torch.cat((nope, rotary[:, None].expand(-1, spec.heads, -1)), 2)
-        masks = {}
+        masks = {} if spec.shared_top_k is None else batch.selection
         if self.indexer is not None:
             rotate = partial(rotated, positions=batch.positions, cos_sin=self.index_cos_sin)
             masks = self.indexer.packed_masks(x, low_rank, rotate, batch)

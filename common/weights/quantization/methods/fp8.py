@@ -1,4 +1,4 @@
-"""`fp8`: float8 weights with one scale per matrix, or per block."""
+"""`fp8`: float8 weights with a scale per matrix or block; AutoFP8 may add static scales of keys and values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ _INPUT_SCALE: Final = "input_scale"
 def read(section: Section) -> QuantizationConfig:
     """Return the config of a section. Raises ModelError for another format of numbers."""
     ignored = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
-    section.only("activation_scheme", "fmt", "weight_block_size", "scale_fmt", "dequantize", *ignored)
+    section.only(
+        "activation_scheme", "fmt", "weight_block_size", "scale_fmt", "dequantize", "kv_cache_scheme", *ignored
+    )
     if section.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise section.refused(f"fmt is {section.get('fmt')}, only e4m3 is read")
     activations = section.get("activation_scheme", "dynamic")
     if activations not in ("dynamic", "static"):
         raise section.refused(f"activation_scheme is {activations}")
+    cache = section.get("kv_cache_scheme")
+    if cache not in (None, "static"):
+        raise section.refused(f"kv_cache_scheme is {cache}, only static is read")
     block = section.block("weight_block_size")
     static = activations == "static"
     if block is not None:
@@ -35,7 +40,8 @@ def read(section: Section) -> QuantizationConfig:
     parts = {WEIGHT, scale, *((_INPUT_SCALE,) if static else ())}
     group = LayerGroup(("Linear",), scheme, frozenset(parts), FLOAT8_E4M3FN)
     unused = frozenset() if static else frozenset({_INPUT_SCALE, "activation_scale_inv"})
-    return QuantizationConfig("fp8", (group,), (*section.names(*ignored), "lm_head"), _join, unused)
+    names = (*section.names(*ignored), "lm_head")
+    return QuantizationConfig("fp8", (group,), names, _join, unused, fp8_cache=cache == "static")
 
 
 def _join(module: str, parts: Parts, group: LayerGroup, pieces: int) -> QuantizedTensor:

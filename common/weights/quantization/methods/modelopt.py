@@ -51,6 +51,13 @@ class ModeloptLayers(LayerGroup):
     algorithm: str = ""
 
 
+def wrote(section: Section) -> bool:
+    """Return whether Model Optimizer wrote a section without `quant_method`: by its producer, or by `quant_algo`."""
+    producer = section.get("producer")
+    by_name = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
+    return by_name or section.get("quant_algo") is not None
+
+
 def read(section: Section) -> QuantizationConfig:
     """Return the config of a section, or of the content of hf_quant_config.json. Raises ModelError."""
     section.only("quant_algo", "ignore", "exclude_modules", "quantized_layers", *_HARMLESS)
@@ -75,7 +82,7 @@ def _has_fp8_cache(section: Section) -> bool:
     scheme = section.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
         return (scheme.get("type"), scheme.get("num_bits"), scheme.get("dynamic", False)) == ("float", 8, False)
-    return str(section.get("kv_cache_quant_algo")).upper() == "FP8"
+    return "FP8" in (str(scheme).upper(), str(section.get("kv_cache_quant_algo")).upper())
 
 
 def _layers(section: Section, targets: tuple[str, ...]) -> ModeloptLayers:

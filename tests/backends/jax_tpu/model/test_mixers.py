@@ -37,6 +37,7 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers import (
     BlockIndexer,
     GatedDelta,
+    Indexer,
     LatentAttention,
     Mamba,
     Mamba2,
@@ -57,6 +58,9 @@ MAMBA2 = Mamba2(heads=4, head_dim=6, groups=2, state_dim=8, taps=4, norm=RMS)
 MAMBA = Mamba(channels=24, state_dim=8, step_rank=3, taps=4, part_norm=RMS)
 SHORT = ShortConvolution(channels=24, taps=3)
 LATENT = LatentAttention(4, None, 20, 12, 6, 0.3, Rope(1e4, 8), RMS)
+INDEXER = Indexer(heads=16, head_dim=12, top_k=9, rope=Rope(1e4, 8), norm=Norm(1e-6, kind="layer", bias=True))
+INDEXED = replace(LATENT, query_rank=12, indexer=INDEXER)
+SHARING = replace(LATENT, query_rank=12, shared_top_k=9)
 FULL = tiny_spec().layers[0].attention
 LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=8)
 BLOCKS = replace(FULL, blocks=BlockIndexer(12, 4, 2, 1, Rope(1e4, 8), RMS))
@@ -76,8 +80,12 @@ def naive(spec: ModelSpec, prompts: list[list[int]], count: int) -> list[list[in
 
 @pytest.mark.parametrize(
     ("mixers", "blocks"),
-    [((DELTA, FULL, MAMBA2, MAMBA), (20, 9, 20, 20)), ((LATENT, LATENT), (8,))],
-    ids=["states", "latents"],
+    [
+        ((DELTA, FULL, MAMBA2, MAMBA), (20, 9, 20, 20)),
+        ((LATENT, LATENT), (8,)),
+        ((INDEXED, SHARING, SHARING, INDEXED, SHARING), (8, 8)),
+    ],
+    ids=["states", "latents", "shared selections"],
 )
 def test_chunks_preemption_and_prefix_hits_give_the_naive_tokens(
     mixers: tuple[Mixer, ...], blocks: tuple[int, ...]

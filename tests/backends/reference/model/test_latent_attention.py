@@ -47,6 +47,13 @@ def model(*mixers: Mixer) -> ModelSpec:
 SPEC = model(LATENT, replace(LATENT, query_rank=None))
 INDEXER = Indexer(heads=16, head_dim=12, top_k=9, rope=Rope(1e4, 8), norm=Norm(1e-6, kind="layer", bias=True))
 SPARSE = model(replace(LATENT, indexer=INDEXER), LATENT, replace(LATENT, indexer=replace(INDEXER, top_k=5)))
+SHARED = model(
+    replace(LATENT, indexer=INDEXER),
+    replace(LATENT, shared_top_k=9),
+    replace(LATENT, indexer=replace(INDEXER, top_k=5)),
+    replace(LATENT, shared_top_k=5),
+    replace(LATENT, shared_top_k=5),
+)
 
 
 def test_the_cache_holds_one_latent_and_one_rotary_key_per_token() -> None:
@@ -65,7 +72,11 @@ EVERY_CACHE = model(
 )
 
 
-@pytest.mark.parametrize("spec", [SPEC, SPARSE, EVERY_CACHE], ids=["latent", "with an indexer", "every cache"])
+@pytest.mark.parametrize(
+    "spec",
+    [SPEC, SPARSE, SHARED, EVERY_CACHE],
+    ids=["latent", "with an indexer", "shared selections", "every cache"],
+)
 @pytest.mark.parametrize("blocks", [20, 90])
 def test_chunked_prefill_preemption_and_prefix_hits(spec: ModelSpec, blocks: int) -> None:
     assert_naive_tokens(spec, PROMPT, blocks, preempts=blocks == 20)
@@ -84,6 +95,13 @@ def test_the_keys_of_an_indexer_have_a_cache_of_their_own() -> None:
     assert SPARSE.cache_numbers == (((0, 1),), ((2,),), ((3, 4),))
     assert layout.groups == (KvGroup(LatentCache(16, 8), (0, 2, 3)), KvGroup(IndexCache(12), (1, 4), pool=1))
     assert [pool.block_elements for pool in layout.pools] == [3 * 4 * (16 + 8), 2 * 4 * 12]
+
+
+def test_layers_that_share_a_selection_keep_no_index_keys() -> None:
+    assert SHARED.cache_numbers == (((0, 1),), ((2,),), ((3, 4),), ((5,),), ((6,),))
+    assert not [name for name in params(SHARED) if name.startswith("layers.1.mixers.0.indexer")]
+    with pytest.raises(ModelError, match=r"layer 1 shares the selection of 7 tokens .* the last indexer selects 9"):
+        model(SHARED.mixers[0], replace(LATENT, shared_top_k=7))
 
 
 def test_an_indexer_that_selects_every_token_changes_nothing() -> None:
@@ -122,12 +140,15 @@ def test_interleaved_rope_equals_half_split_rope_of_reordered_channels(implement
     assert not torch.allclose(ours, other, atol=1e-2)
 
 
-def test_an_engine_on_torch_cuda_gives_the_naive_models_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spec", [SPEC, SHARED], ids=["latent", "shared selections"])
+def test_an_engine_on_torch_cuda_gives_the_naive_models_tokens(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("PAGODA_TORCH_CUDA_DEVICE", "cpu")
     prompts = [[(7 * i + j * j) % 96 for j in range(3 + 8 * i)] for i in range(4)]
-    oracle = NaiveModel(SPEC, random_weights(SPEC), max_len=LIMITS.max_model_len)
-    core = engine(SPEC, 60, name="torch_cuda")
+    oracle = NaiveModel(spec, random_weights(spec), max_len=LIMITS.max_model_len)
+    core = engine(spec, 60, name="torch_cuda")
     assert generate(core, prompts, 6) == [oracle.greedy(prompt, 6) for prompt in prompts]
 
 
