@@ -147,6 +147,23 @@ def compressed(
     return config.model_dump(mode="json"), quantise
 
 
+def mxfp8() -> tuple[dict[str, Any], Write]:
+    """The layout of MiniMax-M3: compressed-tensors' numbers and exponents under other names."""
+    config = {
+        **{"quant_method": "mxfp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"},
+        **{"weight_block_size": [1, 32], "ignored_layers": ["lm_head", "model.embed_tokens"]},
+    }
+    _, plain = compressed(
+        "mxfp8-quantized", {**FLOAT8, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
+    )
+
+    def quantise(module: str, weight: Tensor) -> Layer:
+        stored, values = plain(module, weight)
+        return {"weight": stored["weight"], "weight_scale_inv": stored["weight_scale"]}, values
+
+    return config, quantise
+
+
 def compressed_reordered() -> tuple[dict[str, Any], Write]:
     """compressed-tensors with actorder, whose columns the library before 0.20 took in the order of their groups."""
     config, plain = compressed("pack-quantized", {**INT4, "symmetric": True})
@@ -470,6 +487,7 @@ FIXTURES: Final[dict[str, tuple[tuple[str, ...], Make]]] = {
             "mxfp8-quantized", {**FLOAT8, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
         ),
     ),
+    "mxfp8": (CT, mxfp8),
     "ct-w4a16": (CT, lambda: compressed("pack-quantized", INT4)),
     "ct-w4a16-asymmetric": (CT, lambda: compressed("pack-quantized", {**INT4, "symmetric": False})),
     "ct-w4a16-actorder": (CT, compressed_reordered),

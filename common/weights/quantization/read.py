@@ -22,6 +22,7 @@ from pagoda.common.weights.quantization.methods import (
     gptq,
     modelopt,
     mxfp4,
+    mxfp8,
     quark,
     torchao,
 )
@@ -45,6 +46,7 @@ METHODS: Final[Mapping[str, Callable[[Section], QuantizationConfig]]] = {
     "modelopt": modelopt.read,
     "modelopt_fp4": modelopt.read,
     "mxfp4": mxfp4.read,
+    "mxfp8": mxfp8.read,
     "quark": quark.read,
     "torchao": torchao.read,
 }

@@ -203,6 +203,10 @@ def test_targets_choose_the_group() -> None:
     assert [read.scheme(name) for name in names] == [Float8("tensor", ROWS), Float8("channel", ROWS), None]
 
 
+def mxfp8(**more: object) -> dict[str, object]:
+    return {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32], **more}
+
+
 def torchao_int4(group_size: object) -> dict[str, object]:
     kind = {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {"group_size": group_size}}
     return {"quant_method": "torchao", "quant_type": {"default": kind}}
@@ -305,6 +309,9 @@ def group_with(**changes: Any) -> dict[str, Any]:
         ({"quantization_config": fp8(fmt="e5m2")}, "fmt is e5m2"),
         ({"quantization_config": fp8(weight_block_size=[128])}, r"weight_block_size is \[128\]"),
         ({"quantization_config": fp8(zero_point=True)}, "quantization_config: zero_point is True, which"),
+        ({"quantization_config": mxfp8(weight_block_size=[1, 64])}, r"weight_block_size is \[1, 64\], only \[1, 32\]"),
+        ({"quantization_config": mxfp8(scale_fmt="float32")}, "scale_fmt is float32, only ue8m0 is read"),
+        ({"quantization_config": mxfp8(moe_quant_algo="NVFP4")}, "moe_quant_algo is 'NVFP4', which this version"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(config: dict[str, Any], words: str) -> None:
@@ -410,6 +417,23 @@ def test_numbers_of_an_ignored_layer_are_read_by_their_dtype() -> None:
 def test_tensors_that_do_not_fit(tensors: dict[str, np.ndarray], message: str) -> None:
     with pytest.raises(WeightError, match=message):
         joined(**tensors)
+
+
+@each_row("part", ["weight_scale_inv", "weight_scale"])
+@each_row("dtype", [np.dtype(np.uint8), dtypes.FLOAT8_E8M0FNU])
+def test_exponents_of_mxfp8_have_one_of_two_names(part: str, dtype: np.dtype[Any]) -> None:
+    data = np.arange(128, dtype=np.uint8).reshape(2, 64) & 0x3F
+    exponents = np.array([[127, 128], [120, 130]], np.uint8)
+    config = config_of(mxfp8(ignored_layers=["model.visual*"]))
+    tensors = {"weight": data.view(dtypes.FLOAT8_E4M3FN)}
+    (weight,) = joined(config, **tensors, **{part: exponents.view(dtype)}).values()
+    factors = np.repeat(np.array([[1, 2], [2**-7, 8]]), 32, 1)
+    np.testing.assert_array_equal(values(weight), dtypes.to_float32(tensors["weight"]) * factors)
+    assert config.scheme("model.visual.blocks.0.fc1") is None
+    with pytest.raises(WeightError, match=r"layer layers.0.out has no exponents, where mxfp8 weights have one of"):
+        joined(config, **tensors)
+    with pytest.raises(WeightError, match="has weight_scale_inv and weight_scale, where mxfp8 weights have one of"):
+        joined(config, **tensors, weight_scale=exponents, weight_scale_inv=exponents)
 
 
 def words(*shape: int) -> np.ndarray:

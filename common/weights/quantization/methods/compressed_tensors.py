@@ -9,7 +9,7 @@ from typing import Final, Literal
 import numpy as np
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights.dtypes import dtype_name, powers_of_two
+from pagoda.common.weights.dtypes import dtype_name
 from pagoda.common.weights.quantization.config import WEIGHT, Parts, QuantizationConfig, Section
 from pagoda.common.weights.quantization.methods.fours import join_mxfp4, join_nvfp4, mxfp4_scheme, nvfp4_scheme
 from pagoda.common.weights.quantization.methods.integers import (
@@ -222,8 +222,7 @@ def _join_plain(module: str, parts: Parts, group: CompressedLayers, pieces: int)
         raise WeightError(
             f"tensor {module}.weight is {dtype_name(data.dtype)}, which quantization_config does not name"
         )
-    scales = powers_of_two(parts[_SCALE]) if group.form == _MXFP8 else parts[_SCALE]
-    tensor = join_scaled(module, data, scales, group.scheme, pieces, _SCALE)
+    tensor = join_scaled(module, data, parts[_SCALE], group.scheme, pieces, _SCALE)
     return with_zeros(module, tensor, parts[_ZEROS], _ZEROS) if _ZEROS in parts else tensor
 
 
