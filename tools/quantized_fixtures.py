@@ -147,6 +147,34 @@ def compressed(
     return config.model_dump(mode="json"), quantise
 
 
+def compressed_sparse() -> tuple[dict[str, Any], Write]:
+    """compressed-tensors' FP8 of two values in four, which the library wrote before 0.14: run this with 0.12.2."""
+    from compressed_tensors.compressors.sparse_compressors.sparse_24_bitmask import (
+        Sparse24BitMaskTensor,
+        get_24_bytemasks,
+    )
+
+    sparsity = {"format": "sparse-24-bitmask", "global_sparsity": 0.5, "sparsity_structure": "2:4"}
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    config = {
+        **{"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"},
+        **{"config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None},
+        "sparsity_config": {**sparsity, "ignore": ["lm_head"], "targets": ["Linear"]},
+    }
+
+    def quantise(module: str, weight: Tensor) -> Layer:
+        pruned = weight * get_24_bytemasks(weight)
+        scales = pruned.abs().amax(1, keepdim=True) / 448
+        numbers = (pruned / scales).to(torch.float8_e4m3fn)
+        matrix = Sparse24BitMaskTensor.from_dense(numbers)
+        stored = {name.removeprefix(f"{module}."): part for name, part in matrix.dict(name_prefix=module).items()}
+        return {**stored, "weight_scale": scales}, matrix.decompress().float() * scales
+
+    return config, quantise
+
+
 def mxfp8() -> tuple[dict[str, Any], Write]:
     """The layout of MiniMax-M3: compressed-tensors' numbers and exponents under other names."""
     config = {
@@ -487,6 +515,7 @@ FIXTURES: Final[dict[str, tuple[tuple[str, ...], Make]]] = {
             "mxfp8-quantized", {**FLOAT8, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
         ),
     ),
+    "ct-sparse-24": (CT, compressed_sparse),
     "mxfp8": (CT, mxfp8),
     "ct-w4a16": (CT, lambda: compressed("pack-quantized", INT4)),
     "ct-w4a16-asymmetric": (CT, lambda: compressed("pack-quantized", {**INT4, "symmetric": False})),

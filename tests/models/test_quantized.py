@@ -333,7 +333,15 @@ def test_packed_matrices_of_layers_whose_dense_ones_are_transposed(implementatio
 
 BITS = {
     **{"ct-int8-token": 8.5, "ct-int8-asymmetric": 9, "ct-fp8-token": 8.5, "ct-fp8-static": 8.02},
-    **{"ct-fp8-block": 8.06, "ct-fp8-group": 9, "ct-mxfp8": 9, "mxfp8": 9, "ct-nvfp4": 6.51, "ct-mxfp4": 5},
+    **{
+        "ct-fp8-block": 8.06,
+        "ct-fp8-group": 9,
+        "ct-mxfp8": 9,
+        "mxfp8": 9,
+        "ct-sparse-24": 8.5,
+        "ct-nvfp4": 6.51,
+        "ct-mxfp4": 5,
+    },
     **{"ct-w3a16": 5, "ct-w4a16": 5, "ct-w4a16-actorder": 5.58, "ct-w4a16-asymmetric": 6, "ct-w4a16-channel": 4.5},
     **{"ct-w8a16": 10, "gptq-2": 5, "gptq-3": 6, "gptq-4": 5, "gptq-4-ordered": 6.58, "gptq-4-v2": 6},
     **{"gptq-8-ordered": 9.58, "awq-gemm": 6, "awq-gemv": 6, "auto-round-gptq": 5, "auto-round-plain": 5},

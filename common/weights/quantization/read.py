@@ -99,7 +99,7 @@ def join_scales(
     joined: set[str] = set()
     unused: list[str] = []
     known = config.parts
-    for name, tensor in tensors:
+    for name, tensor in tensors if config.expand is None else config.expand(tensors):
         module, part = config.split(name, known)
         if part in config.unused:
             unused.append(name)

@@ -303,7 +303,7 @@ def group_with(**changes: Any) -> dict[str, Any]:
         ),
         (
             {"quantization_config": compressed_tensors(sparsity_config={"format": "24"})},
-            "sparsity_config is",
+            "sparsity_config: format is 24, only dense, sparse-bitmask, sparse-24-bitmask are read",
         ),
         ({"quantization_config": compressed_tensors(ignore="lm_head")}, "ignore is not a list of layers"),
         ({"quantization_config": fp8(fmt="e5m2")}, "fmt is e5m2"),
@@ -434,6 +434,52 @@ def test_exponents_of_mxfp8_have_one_of_two_names(part: str, dtype: np.dtype[Any
         joined(config, **tensors)
     with pytest.raises(WeightError, match="has weight_scale_inv and weight_scale, where mxfp8 weights have one of"):
         joined(config, **tensors, weight_scale=exponents, weight_scale_inv=exponents)
+
+
+SPARSE = compressed_tensors(config_groups={}, format="dense", sparsity_config={"format": "sparse-bitmask"})
+KEPT_VALUES = {
+    "shape": np.array([2, 10]),
+    "bitmask": np.array([[0b10000001, 0b10], [0b100, 0]], np.uint8),
+    "compressed": np.array([1, 2, 3, 4], np.float32),
+    "row_offsets": np.array([0, 3]),
+}
+
+
+def test_sparse_matrices_are_expanded() -> None:
+    """A dense one, without scales; and numbers of float8, with them."""
+    expected = np.zeros((2, 10), np.float32)
+    expected[0, [0, 7, 9]] = 1, 2, 3
+    expected[1, 2] = 4
+    (weight,) = joined(config_of(SPARSE), **KEPT_VALUES).values()
+    np.testing.assert_array_equal(weight, expected)
+    numbers = config_of(compressed_tensors(sparsity_config={"format": "sparse-24-bitmask"}))
+    stored = dtypes.to_float8(KEPT_VALUES["compressed"])
+    tensors = {**KEPT_VALUES, "shape": KEPT_VALUES["shape"][:, None], "compressed": stored.reshape(2, 2)}
+    tensors["weight_scale"] = np.array([[2], [3]], np.float32)
+    ((name, weight),) = joined(numbers, **tensors).items()
+    assert name == f"{NAME}.weight"
+    np.testing.assert_array_equal(values(weight), expected * [[2], [3]])
+
+
+@each_row(
+    ("part", "value", "message"),
+    [
+        ("shape", np.array([2, 17]), r"out: a bitmask uint8 \[2, 2\] does not fit a matrix of shape \[2, 17\]; downl"),
+        ("shape", np.array([-2, 10]), r"does not fit a matrix of shape \[-2, 10\]"),
+        ("shape", np.array([2.0, 10.0]), r"does not fit a matrix of shape \[2.0, 10.0\]"),
+        ("bitmask", np.zeros((2, 2), np.int8), r"a bitmask int8 \[2, 2\] does not fit"),
+        (
+            "compressed",
+            np.ones(5, np.float32),
+            "out: its bitmask keeps 4 values, but 5 are stored; download it",
+        ),
+        ("compressed", None, "layer layers.0.out: the checkpoint lacks its compressed; download it again"),
+    ],
+)
+def test_sparse_matrices_that_do_not_fit(part: str, value: np.ndarray | None, message: str) -> None:
+    tensors = {name: tensor for name, tensor in {**KEPT_VALUES, part: value}.items() if tensor is not None}
+    with pytest.raises(WeightError, match=message):
+        joined(config_of(SPARSE), **tensors)
 
 
 def words(*shape: int) -> np.ndarray:
