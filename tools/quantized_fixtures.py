@@ -327,6 +327,22 @@ def bitsandbytes(kind: str, *, nested: bool = False) -> tuple[dict[str, Any], Wr
     return config, quantise
 
 
+def bitnet(linear_class: str) -> tuple[dict[str, Any], Write]:
+    """transformers' packed weights of -1, 0 and 1, with the scale that its linear classes divide or multiply by."""
+    from transformers import BitNetQuantConfig
+    from transformers.integrations import bitnet as layout
+
+    def quantise(module: str, weight: Tensor) -> Layer:
+        scale = weight.abs().mean()
+        packed = layout.pack_weights((weight / scale).round().clamp(-1, 1))
+        numbers = torch.cat([(packed >> 2 * block & 3).float() - 1 for block in range(4)])
+        factor = (1 / scale if linear_class == "bitlinear" else scale).reshape(1)
+        values = numbers / factor if linear_class == "bitlinear" else numbers * factor
+        return {"weight": packed, "weight_scale": factor}, values
+
+    return BitNetQuantConfig(linear_class=linear_class).to_dict(), quantise
+
+
 def fbgemm() -> tuple[dict[str, Any], Write]:
     """The layout of transformers' FbgemmFp8Linear, whose kernels need a GPU: written and multiplied here."""
     from transformers import FbgemmFp8Config
@@ -539,6 +555,8 @@ FIXTURES: Final[dict[str, tuple[tuple[str, ...], Make]]] = {
     "gptq-8-ordered": (("gptqmodel",), lambda: gptq(8, ordered=True)),
     "awq-gemm": (("autoawq",), lambda: awq("gemm")),
     "awq-gemv": (("autoawq",), lambda: awq("gemv")),
+    "bitnet": ((), lambda: bitnet("bitlinear")),
+    "bitnet-auto": ((), lambda: bitnet("autobitlinear")),
     "bnb-nf4": (("bitsandbytes",), lambda: bitsandbytes("nf4")),
     "bnb-fp4-nested": (("bitsandbytes",), lambda: bitsandbytes("fp4", nested=True)),
     "bnb-int8": (("bitsandbytes",), lambda: bitsandbytes("int8")),

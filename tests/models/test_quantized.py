@@ -345,6 +345,7 @@ BITS = {
     **{"ct-w3a16": 5, "ct-w4a16": 5, "ct-w4a16-actorder": 5.58, "ct-w4a16-asymmetric": 6, "ct-w4a16-channel": 4.5},
     **{"ct-w8a16": 10, "gptq-2": 5, "gptq-3": 6, "gptq-4": 5, "gptq-4-ordered": 6.58, "gptq-4-v2": 6},
     **{"gptq-8-ordered": 9.58, "awq-gemm": 6, "awq-gemv": 6, "auto-round-gptq": 5, "auto-round-plain": 5},
+    **{"bitnet": 4.5, "bitnet-auto": 4.5},
     **{"bnb-nf4": 4.5, "bnb-fp4-nested": 4.5, "bnb-int8": 8.5, "fbgemm-fp8": 8.5, "modelopt-fp8": 8.02},
     **{"modelopt-fp8-channel": 8.5, "modelopt-nvfp4": 6.51, "modelopt-mixed": 7.26, "quark-fp8": 8.02},
     **{"quark-int8": 8.5, "quark-int4": 5, "quark-uint4": 6, "quark-mxfp4": 5, "torchao-int8": 8.5},

@@ -20,7 +20,7 @@ RUNTIME_QUANTIZATIONS: Final = (
 `common.weights.quantization.on_the_fly`."""
 
 PRE_QUANTIZED: Final = (
-    *("auto-round", "awq", "awq_marlin", "compressed-tensors", "cpu_awq", "fbgemm_fp8", "gptq"),
+    *("auto-round", "awq", "awq_marlin", "bitnet", "compressed-tensors", "cpu_awq", "fbgemm_fp8", "gptq"),
     *("gptq_marlin", "inc", "marlin", "modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "moe_wna16"),
     *("petit_nvfp4", "quark", "torchao"),
 )

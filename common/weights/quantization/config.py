@@ -66,6 +66,7 @@ class QuantizationConfig:
     separator: str = "."  # between a module and the last part of a tensor's name
     suffix: str = f".{WEIGHT}"  # of a joined weight's name
     aliases: tuple[str, ...] = ()  # other values of --quantization that name the method
+    for_any_model: bool = False  # Dequantised, the tensors are those of the dense model, without rules of a family.
     expand: Expand | None = field(default=None, compare=False, repr=False)  # Applied to tensors before they are joined.
     fp8_cache: bool = False  # it was calibrated with a KV cache of float8, a scale per layer
 

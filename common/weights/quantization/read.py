@@ -15,6 +15,7 @@ from pagoda.common.weights.quantization.config import WEIGHT, LayerGroup, Parts,
 from pagoda.common.weights.quantization.methods import (
     auto_round,
     awq,
+    bitnet,
     bitsandbytes,
     compressed_tensors,
     fbgemm_fp8,
@@ -36,6 +37,7 @@ KEYS: Final = ("quantization_config", "compression_config")
 METHODS: Final[Mapping[str, Callable[[Section], QuantizationConfig]]] = {
     "auto-round": auto_round.read,
     "awq": awq.read,
+    "bitnet": bitnet.read,
     "bitsandbytes": bitsandbytes.read,
     "compressed-tensors": compressed_tensors.read,
     "fbgemm_fp8": fbgemm_fp8.read,

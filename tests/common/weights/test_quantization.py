@@ -310,6 +310,12 @@ def group_with(**changes: Any) -> dict[str, Any]:
         ({"quantization_config": fp8(weight_block_size=[128])}, r"weight_block_size is \[128\]"),
         ({"quantization_config": fp8(zero_point=True)}, "quantization_config: zero_point is True, which"),
         ({"quantization_config": mxfp8(weight_block_size=[1, 64])}, r"weight_block_size is \[1, 64\], only \[1, 32\]"),
+        ({"quantization_config": {"quant_method": "bitnet", "use_rms_norm": True}}, "use_rms_norm is set: norms of"),
+        ({"quantization_config": {"quant_method": "bitnet", "linear_class": "x"}}, "linear_class is x, only bitlinear"),
+        (
+            {"quantization_config": {"quant_method": "bitnet", "quantization_mode": "online"}},
+            "quantization_mode is online with linear_class bitlinear",
+        ),
         ({"quantization_config": mxfp8(scale_fmt="float32")}, "scale_fmt is float32, only ue8m0 is read"),
         ({"quantization_config": mxfp8(moe_quant_algo="NVFP4")}, "moe_quant_algo is 'NVFP4', which this version"),
     ],
@@ -480,6 +486,47 @@ def test_sparse_matrices_that_do_not_fit(part: str, value: np.ndarray | None, me
     tensors = {name: tensor for name, tensor in {**KEPT_VALUES, part: value}.items() if tensor is not None}
     with pytest.raises(WeightError, match=message):
         joined(config_of(SPARSE), **tensors)
+
+
+TERNARY = np.array([[0b00011000, 0b10100001], [0b01010101, 0b00000110]], np.uint8)
+"""Bytes of eight rows of two numbers: the pairs of bits from the lowest on are rows 0, 2, 4 and 6, less 1."""
+
+ROWS_OF_TERNARY = np.array([[-1, 0], [0, 1], [1, -1], [0, 0], [0, 1], [0, -1], [-1, 1], [0, -1]], np.float32)
+
+
+@each_row(("linear_class", "factor"), [("bitlinear", 0.25), ("autobitlinear", 4.0)])
+def test_ternary_weights_are_unpacked_by_blocks_of_rows(linear_class: str, factor: float) -> None:
+    config = config_of({"quant_method": "bitnet", "linear_class": linear_class, "modules_to_not_convert": ["b"]})
+    scale = np.array([4], np.float32)
+    (weight,) = joined(config, weight=TERNARY, weight_scale=scale).values()
+    np.testing.assert_array_equal(values(weight), ROWS_OF_TERNARY * np.float32(factor))
+    assert config.scheme("a") == Int4((1, -1), Activations("int8", "row"))
+    assert [config.scheme(name) for name in ("b", "lm_head")] == [None, None]
+    with pytest.raises(WeightError, match=r"out.weight has numbers other than -1, 0 and 1; download it again"):
+        joined(config, weight=TERNARY | np.uint8(0b1100), weight_scale=scale)
+    with pytest.raises(
+        WeightError, match=r"weights uint8 \[2, 2\] with 2 scales are not those of bitnet, bytes of four"
+    ):
+        joined(config, weight=TERNARY, weight_scale=np.ones(2, np.float32))
+
+
+@each_row("dtype", ["float32", "bfloat16"])
+def test_dense_matrices_of_bitnet_are_rounded_to_three_values(dtype: str) -> None:
+    online = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    config = config_of({**online, "modules_to_not_convert": ["layers.1.v_proj"]})
+    dense = np.array([[0.5, -3], [0.25, 0.25]], np.float32)  # The mean magnitude is 1.
+    stored = dense if dtype == "float32" else dtypes.to_bfloat16(dense)
+    others = ("embed_tokens.weight", "lm_head.weight", "layers.1.v_proj.weight")
+    stream = [("layers.0.q_proj.weight", stored), ("layers.0.norm.weight", stored[0])]
+    tensors = dict(join_scales([*stream, *((name, stored) for name in others)], config))
+    rounded = tensors.pop("layers.0.q_proj.weight")
+    assert isinstance(rounded, np.ndarray)
+    assert rounded.dtype == stored.dtype
+    np.testing.assert_array_equal(dtypes.to_float32(rounded), [[0, -1], [0, 0]])
+    assert all(np.shares_memory(tensor, stored) for tensor in tensors.values() if isinstance(tensor, np.ndarray))
+    assert len(tensors) == 4
+    with pytest.raises(WeightError, match=r"tensor a.router.weight \[2, 2\]: bitnet in online mode is read of models"):
+        list(join_scales([("a.router.weight", stored)], config))
 
 
 def words(*shape: int) -> np.ndarray:
