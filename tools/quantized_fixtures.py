@@ -343,6 +343,22 @@ def bitnet(linear_class: str) -> tuple[dict[str, Any], Write]:
     return BitNetQuantConfig(linear_class=linear_class).to_dict(), quantise
 
 
+def hqq(bits: int) -> tuple[dict[str, Any], Write]:
+    """HQQ's linear layers, as their state dicts have them."""
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    settings = BaseQuantizeConfig(nbits=bits, group_size=GROUP, axis=1)
+    config = {"quant_method": "hqq", "quant_config": settings, "skip_modules": ["lm_head"]}
+
+    def quantise(module: str, weight: Tensor) -> Layer:
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight.data = weight
+        packed = HQQLinear(linear, settings, compute_dtype=torch.float32, device="cpu")
+        return packed.state_dict(), packed.dequantize()
+
+    return config, quantise
+
+
 def fbgemm() -> tuple[dict[str, Any], Write]:
     """The layout of transformers' FbgemmFp8Linear, whose kernels need a GPU: written and multiplied here."""
     from transformers import FbgemmFp8Config
@@ -557,6 +573,8 @@ FIXTURES: Final[dict[str, tuple[tuple[str, ...], Make]]] = {
     "awq-gemv": (("autoawq",), lambda: awq("gemv")),
     "bitnet": ((), lambda: bitnet("bitlinear")),
     "bitnet-auto": ((), lambda: bitnet("autobitlinear")),
+    "hqq-4": (("hqq",), lambda: hqq(4)),
+    "hqq-3": (("hqq",), lambda: hqq(3)),
     "bnb-nf4": (("bitsandbytes",), lambda: bitsandbytes("nf4")),
     "bnb-fp4-nested": (("bitsandbytes",), lambda: bitsandbytes("fp4", nested=True)),
     "bnb-int8": (("bitsandbytes",), lambda: bitsandbytes("int8")),

@@ -207,6 +207,11 @@ def mxfp8(**more: object) -> dict[str, object]:
     return {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32], **more}
 
 
+def hqq(**params: object) -> dict[str, Any]:
+    weights = {"nbits": 8, "axis": 1, "group_size": 4, "channel_wise": True, "view_as_float": False, **params}
+    return {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}, "skip_modules": ["lm_head"]}
+
+
 def torchao_int4(group_size: object) -> dict[str, object]:
     kind = {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {"group_size": group_size}}
     return {"quant_method": "torchao", "quant_type": {"default": kind}}
@@ -315,6 +320,23 @@ def group_with(**changes: Any) -> dict[str, Any]:
         (
             {"quantization_config": {"quant_method": "bitnet", "quantization_mode": "online"}},
             "quantization_mode is online with linear_class bitlinear",
+        ),
+        (
+            {"quantization_config": hqq(nbits=1.58)},
+            "weight_quant_params: nbits is 1.58, only 8, 6, 5, 4, 3, 2, 1 are read",
+        ),
+        ({"quantization_config": hqq(axis=0)}, "weight_quant_params: axis is 0, only 1 is read: groups of inputs"),
+        ({"quantization_config": hqq(group_size=0)}, "weight_quant_params: group_size is 0, not a positive number"),
+        ({"quantization_config": hqq(view_as_float=True)}, "view_as_float and scales of a whole matrix"),
+        ({"quantization_config": {"quant_method": "hqq", "quant_config": {}}}, "quant_config is missing"),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "hqq",
+                    "quant_config": {"weight_quant_params": {}, "zero_quant_params": {"nbits": 8}},
+                }
+            },
+            "quant_config: zero_quant_params is set",
         ),
         ({"quantization_config": mxfp8(scale_fmt="float32")}, "scale_fmt is float32, only ue8m0 is read"),
         ({"quantization_config": mxfp8(moe_quant_algo="NVFP4")}, "moe_quant_algo is 'NVFP4', which this version"),
@@ -486,6 +508,58 @@ def test_sparse_matrices_that_do_not_fit(part: str, value: np.ndarray | None, me
     tensors = {name: tensor for name, tensor in {**KEPT_VALUES, part: value}.items() if tensor is not None}
     with pytest.raises(WeightError, match=message):
         joined(config_of(SPARSE), **tensors)
+
+
+HQQ_NUMBERS = np.arange(32).reshape(8, 4)
+"""The numbers of a matrix [4, 8] in groups of 4, by group, before they are cut to their bits."""
+
+
+@each_row(
+    ("bits", "packed"),
+    [
+        (8, HQQ_NUMBERS.astype(np.uint8)),
+        (2, np.array([[0, 85, 170, 255]] * 2, np.uint8)),
+        (1, np.array([[0, 255, 0, 255]], np.uint8)),
+    ],
+)
+def test_numbers_of_hqq_are_unpacked_by_blocks_of_groups(bits: int, packed: np.ndarray) -> None:
+    """The numbers of all rows are 0, 1, 2, 3 of two bits, or 0, 1, 0, 1 of one."""
+    groups = (HQQ_NUMBERS & (1 << bits) - 1).astype(np.float32)
+    scales = np.arange(1, 9, dtype=np.float32)[:, None]
+    zeros = np.full((8, 1), 0.5, np.float32)
+    tensors = {"W_q": packed, "scale": scales, "zero": zeros, "shape": np.array([4, 8])}
+    config = config_of(hqq(nbits=bits))
+    (weight,) = joined(config, **tensors, nbits=np.array(bits, np.int32), round_zero=np.array(0, np.uint8)).values()
+    np.testing.assert_array_equal(values(weight), ((groups - 0.5) * scales).reshape(4, 8))
+    assert isinstance(weight, QuantizedTensor)
+    assert weight.scheme == config.scheme(NAME)
+    assert config.scheme("lm_head") is None
+
+
+def test_layers_of_hqq_have_settings_by_their_names() -> None:
+    settings = {"self_attn.q_proj": hqq(nbits=4)["quant_config"], "mlp.up_proj": hqq(nbits=8)["quant_config"]}
+    config = config_of({"quant_method": "hqq", "quant_config": settings, "skip_modules": []})
+    names = ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")
+    found = [config.scheme(f"model.layers.0.{name}") for name in names]
+    assert found == [Int4((1, 4), offsets=True), Int8((1, 4), offsets=True), None]
+
+
+@each_row(
+    ("part", "value", "message"),
+    [
+        ("nbits", np.array(4, np.int32), "tensor layers.0.out.nbits is not 8, as quantization_config says"),
+        ("axis", np.array(0, np.int32), "tensor layers.0.out.axis is not 1, as quantization_config says"),
+        ("shape", np.array([4]), r"out.shape \[4\] is not the two sizes of a matrix"),
+        ("shape", np.array([4, 16]), r"W_q is uint8 \[8, 4\], but 8-bit hqq weights have uint8 \[16, 4\] there"),
+        ("W_q", np.zeros((8, 4), np.int8), r"W_q is int8 \[8, 4\], but 8-bit hqq weights have uint8 \[8, 4\] there"),
+        ("zero", np.zeros(4, np.float32), r"out.zero \[4\] has not one value for each of the 8 groups of 4 inputs"),
+    ],
+)
+def test_tensors_of_hqq_that_do_not_fit(part: str, value: np.ndarray, message: str) -> None:
+    tensors = {"W_q": HQQ_NUMBERS.astype(np.uint8), "shape": np.array([4, 8])}
+    tensors |= {"scale": np.ones((8, 1), np.float32), "zero": np.ones((8, 1), np.float32), part: value}
+    with pytest.raises(WeightError, match=message):
+        joined(config_of(hqq()), **tensors)
 
 
 TERNARY = np.array([[0b00011000, 0b10100001], [0b01010101, 0b00000110]], np.uint8)
