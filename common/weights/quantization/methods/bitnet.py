@@ -17,8 +17,8 @@ from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import BFLOAT16, dtype_name, to_bfloat16, to_float32
 from pagoda.common.weights.files import NamedTensor
 from pagoda.common.weights.quantization.config import WEIGHT, Parts, QuantizationConfig, Section, covers
-from pagoda.common.weights.quantization.methods.integers import Codes, IntegerLayers, joined_integers, pairs
-from pagoda.common.weights.quantization.methods.scaled import floats
+from pagoda.common.weights.quantization.layouts.integers import Codes, IntegerLayers, joined_integers, pairs
+from pagoda.common.weights.quantization.layouts.scaled import floats
 from pagoda.common.weights.quantization.schemes import WHOLE_ROW, Activations, integer_scheme
 from pagoda.common.weights.quantization.tensors import Array, QuantizedTensor
 

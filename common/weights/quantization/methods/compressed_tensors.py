@@ -11,16 +11,16 @@ import numpy as np
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import dtype_name
 from pagoda.common.weights.quantization.config import WEIGHT, Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods import sparse
-from pagoda.common.weights.quantization.methods.fours import join_mxfp4, join_nvfp4, mxfp4_scheme, nvfp4_scheme
-from pagoda.common.weights.quantization.methods.integers import (
+from pagoda.common.weights.quantization.layouts import sparse
+from pagoda.common.weights.quantization.layouts.fours import join_mxfp4, join_nvfp4, mxfp4_scheme, nvfp4_scheme
+from pagoda.common.weights.quantization.layouts.integers import (
     IntegerLayers,
     check,
     input_order,
     joined_integers,
     unpack,
 )
-from pagoda.common.weights.quantization.methods.scaled import (
+from pagoda.common.weights.quantization.layouts.scaled import (
     floats,
     input_scale,
     join_scaled,

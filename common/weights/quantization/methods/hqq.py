@@ -14,8 +14,8 @@ import numpy as np
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import dtype_name
 from pagoda.common.weights.quantization.config import Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.integers import Codes, IntegerLayers, joined_integers, pairs
-from pagoda.common.weights.quantization.methods.scaled import floats
+from pagoda.common.weights.quantization.layouts.integers import Codes, IntegerLayers, joined_integers, pairs
+from pagoda.common.weights.quantization.layouts.scaled import floats
 from pagoda.common.weights.quantization.schemes import WHOLE_ROW, integer_scheme
 from pagoda.common.weights.quantization.tensors import Array, QuantizedTensor
 
