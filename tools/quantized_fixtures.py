@@ -147,6 +147,51 @@ def compressed(
     return config.model_dump(mode="json"), quantise
 
 
+def compressed_sparse() -> tuple[dict[str, Any], Write]:
+    """compressed-tensors' FP8 of two values in four, which the library wrote before 0.14: run this with 0.12.2."""
+    from compressed_tensors.compressors.sparse_compressors.sparse_24_bitmask import (
+        Sparse24BitMaskTensor,
+        get_24_bytemasks,
+    )
+
+    sparsity = {"format": "sparse-24-bitmask", "global_sparsity": 0.5, "sparsity_structure": "2:4"}
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    config = {
+        **{"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"},
+        **{"config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None},
+        "sparsity_config": {**sparsity, "ignore": ["lm_head"], "targets": ["Linear"]},
+    }
+
+    def quantise(module: str, weight: Tensor) -> Layer:
+        pruned = weight * get_24_bytemasks(weight)
+        scales = pruned.abs().amax(1, keepdim=True) / 448
+        numbers = (pruned / scales).to(torch.float8_e4m3fn)
+        matrix = Sparse24BitMaskTensor.from_dense(numbers)
+        stored = {name.removeprefix(f"{module}."): part for name, part in matrix.dict(name_prefix=module).items()}
+        return {**stored, "weight_scale": scales}, matrix.decompress().float() * scales
+
+    return config, quantise
+
+
+def mxfp8() -> tuple[dict[str, Any], Write]:
+    """The layout of MiniMax-M3: compressed-tensors' numbers and exponents under other names."""
+    config = {
+        **{"quant_method": "mxfp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"},
+        **{"weight_block_size": [1, 32], "ignored_layers": ["lm_head", "model.embed_tokens"]},
+    }
+    _, plain = compressed(
+        "mxfp8-quantized", {**FLOAT8, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
+    )
+
+    def quantise(module: str, weight: Tensor) -> Layer:
+        stored, values = plain(module, weight)
+        return {"weight": stored["weight"], "weight_scale_inv": stored["weight_scale"]}, values
+
+    return config, quantise
+
+
 def compressed_reordered() -> tuple[dict[str, Any], Write]:
     """compressed-tensors with actorder, whose columns the library before 0.20 took in the order of their groups."""
     config, plain = compressed("pack-quantized", {**INT4, "symmetric": True})
@@ -278,6 +323,38 @@ def bitsandbytes(kind: str, *, nested: bool = False) -> tuple[dict[str, Any], Wr
         codes, state = functional.quantize_4bit(weight, quant_type=kind, compress_statistics=nested, blocksize=64)
         parts = {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
         return {"weight": codes, **parts}, functional.dequantize_4bit(codes, state)
+
+    return config, quantise
+
+
+def bitnet(linear_class: str) -> tuple[dict[str, Any], Write]:
+    """transformers' packed weights of -1, 0 and 1, with the scale that its linear classes divide or multiply by."""
+    from transformers import BitNetQuantConfig
+    from transformers.integrations import bitnet as layout
+
+    def quantise(module: str, weight: Tensor) -> Layer:
+        scale = weight.abs().mean()
+        packed = layout.pack_weights((weight / scale).round().clamp(-1, 1))
+        numbers = torch.cat([(packed >> 2 * block & 3).float() - 1 for block in range(4)])
+        factor = (1 / scale if linear_class == "bitlinear" else scale).reshape(1)
+        values = numbers / factor if linear_class == "bitlinear" else numbers * factor
+        return {"weight": packed, "weight_scale": factor}, values
+
+    return BitNetQuantConfig(linear_class=linear_class).to_dict(), quantise
+
+
+def hqq(bits: int) -> tuple[dict[str, Any], Write]:
+    """HQQ's linear layers, as their state dicts have them."""
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    settings = BaseQuantizeConfig(nbits=bits, group_size=GROUP, axis=1)
+    config = {"quant_method": "hqq", "quant_config": settings, "skip_modules": ["lm_head"]}
+
+    def quantise(module: str, weight: Tensor) -> Layer:
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight.data = weight
+        packed = HQQLinear(linear, settings, compute_dtype=torch.float32, device="cpu")
+        return packed.state_dict(), packed.dequantize()
 
     return config, quantise
 
@@ -470,6 +547,8 @@ FIXTURES: Final[dict[str, tuple[tuple[str, ...], Make]]] = {
             "mxfp8-quantized", {**FLOAT8, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
         ),
     ),
+    "ct-sparse-24": (CT, compressed_sparse),
+    "mxfp8": (CT, mxfp8),
     "ct-w4a16": (CT, lambda: compressed("pack-quantized", INT4)),
     "ct-w4a16-asymmetric": (CT, lambda: compressed("pack-quantized", {**INT4, "symmetric": False})),
     "ct-w4a16-actorder": (CT, compressed_reordered),
@@ -492,6 +571,10 @@ FIXTURES: Final[dict[str, tuple[tuple[str, ...], Make]]] = {
     "gptq-8-ordered": (("gptqmodel",), lambda: gptq(8, ordered=True)),
     "awq-gemm": (("autoawq",), lambda: awq("gemm")),
     "awq-gemv": (("autoawq",), lambda: awq("gemv")),
+    "bitnet": ((), lambda: bitnet("bitlinear")),
+    "bitnet-auto": ((), lambda: bitnet("autobitlinear")),
+    "hqq-4": (("hqq",), lambda: hqq(4)),
+    "hqq-3": (("hqq",), lambda: hqq(3)),
     "bnb-nf4": (("bitsandbytes",), lambda: bitsandbytes("nf4")),
     "bnb-fp4-nested": (("bitsandbytes",), lambda: bitsandbytes("fp4", nested=True)),
     "bnb-int8": (("bitsandbytes",), lambda: bitsandbytes("int8")),

@@ -26,6 +26,7 @@ SMALL: Final = 80
 REASONS: Final[Mapping[str, str]] = {
     "common/models/families/": "a file per kind of block",
     "common/models/mixers/": "a file per kind of mixer",
+    "common/weights/quantization/layouts/": "a file per layout",
     "common/weights/quantization/methods/": "a file per quant_method",
     "backends/reference/model/": "a file per mixer",
     "backends/torch_cuda/kernels/": "a folder per kernel",

@@ -150,7 +150,7 @@ def _check_settings(config: EngineConfig, checkpoint: Checkpoint, quantization: 
         )
     if checkpoint.gguf_metadata is not None:
         raise ModelError("GGUF files are not read by --model-impl transformers; serve the original model")
-    if quantization is not None:
+    if quantization is not None and not quantization.for_any_model:
         raise ModelError(
             f"{quantization.method} weights are not read by --model-impl transformers; serve the unquantised model"
         )

@@ -27,7 +27,7 @@ from pagoda.common.weights.quantization.kv_scales import Scales, kv_scale_weight
 from pagoda.common.weights.quantization.on_the_fly import quantized
 from pagoda.common.weights.quantization.read import join_scales
 from pagoda.common.weights.quantization.schemes import Scheme
-from pagoda.common.weights.quantization.tensors import random_quantized
+from pagoda.common.weights.quantization.tensors import dequantized, random_quantized
 from pagoda.common.weights.rules import (
     apply_rules,
     check_names,
@@ -103,6 +103,9 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
     modules = resolved.runner.modules if resolved.runner is not None else None
     if isinstance(resolved.spec, TransformersSpec) or resolved.family is None:
         stored = _stored(config, checkpoint)  # The code of transformers renames them.
+        if resolved.quantization is not None:
+            joined = join_scales(cast(Iterator[NamedTensor], stored), resolved.quantization, stored=checkpoint.names)
+            stored = dequantized(joined, "transformers")
         return stored if modules is None else chain(stored, module_tensors(modules))
     shapes = params(resolved.spec)
     if config.load.load_format == "dummy":

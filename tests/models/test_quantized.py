@@ -333,10 +333,19 @@ def test_packed_matrices_of_layers_whose_dense_ones_are_transposed(implementatio
 
 BITS = {
     **{"ct-int8-token": 8.5, "ct-int8-asymmetric": 9, "ct-fp8-token": 8.5, "ct-fp8-static": 8.02},
-    **{"ct-fp8-block": 8.06, "ct-fp8-group": 9, "ct-mxfp8": 9, "ct-nvfp4": 6.51, "ct-mxfp4": 5},
+    **{
+        "ct-fp8-block": 8.06,
+        "ct-fp8-group": 9,
+        "ct-mxfp8": 9,
+        "mxfp8": 9,
+        "ct-sparse-24": 8.5,
+        "ct-nvfp4": 6.51,
+        "ct-mxfp4": 5,
+    },
     **{"ct-w3a16": 5, "ct-w4a16": 5, "ct-w4a16-actorder": 5.58, "ct-w4a16-asymmetric": 6, "ct-w4a16-channel": 4.5},
     **{"ct-w8a16": 10, "gptq-2": 5, "gptq-3": 6, "gptq-4": 5, "gptq-4-ordered": 6.58, "gptq-4-v2": 6},
     **{"gptq-8-ordered": 9.58, "awq-gemm": 6, "awq-gemv": 6, "auto-round-gptq": 5, "auto-round-plain": 5},
+    **{"hqq-4": 6, "hqq-3": 6, "bitnet": 4.5, "bitnet-auto": 4.5},
     **{"bnb-nf4": 4.5, "bnb-fp4-nested": 4.5, "bnb-int8": 8.5, "fbgemm-fp8": 8.5, "modelopt-fp8": 8.02},
     **{"modelopt-fp8-channel": 8.5, "modelopt-nvfp4": 6.51, "modelopt-mixed": 7.26, "quark-fp8": 8.02},
     **{"quark-int8": 8.5, "quark-int4": 5, "quark-uint4": 6, "quark-mxfp4": 5, "torchao-int8": 8.5},
@@ -373,6 +382,9 @@ def test_torch_cuda_gives_the_logits_of_fixtures(stored: Saved) -> None:
     torch.testing.assert_close(model.logits(ids), expected, atol=1e-4, rtol=1e-4)
 
 
+FRACTIONS = ("torchao-int4", "hqq-3", "hqq-4")
+"""Fixtures whose zero points are no whole numbers."""
+
 IN_CI = ("ct-int8-asymmetric", "gptq-4-ordered", "awq-gemm", "bnb-nf4")
 
 
@@ -391,7 +403,7 @@ def test_jax_tpu_gives_the_logits_of_fixtures(name: str, tmp_path: Path) -> None
     saved, (ids, expected) = Saved(folder, folder), quantized_fixtures.expected(name)
     formats = matrix_formats(None, saved.spec(), CHIPS["v6e"], saved.schemes())
     exact = {path: replace(form, rounds_inputs=False) for path, form in formats.items()}
-    if name == "torchao-int4":
+    if name in FRACTIONS:
         with pytest.raises(WeightError, match="jax_tpu multiplies zero points that are whole numbers only"):
             JaxModel(saved.spec(), saved.weights(), 64, 1, formats=exact)
         return

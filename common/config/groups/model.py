@@ -20,15 +20,25 @@ RUNTIME_QUANTIZATIONS: Final = (
 `common.weights.quantization.on_the_fly`."""
 
 PRE_QUANTIZED: Final = (
-    *("auto-round", "awq", "awq_marlin", "compressed-tensors", "cpu_awq", "fbgemm_fp8", "gptq"),
-    *("gptq_marlin", "inc", "marlin", "modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "moe_wna16"),
+    *("auto-round", "awq", "awq_marlin", "bitnet", "compressed-tensors", "cpu_awq", "fbgemm_fp8", "gptq"),
+    *(
+        "gptq_marlin",
+        "hqq",
+        "inc",
+        "marlin",
+        "modelopt",
+        "modelopt_fp4",
+        "modelopt_mixed",
+        "modelopt_mxfp8",
+        "moe_wna16",
+    ),
     *("petit_nvfp4", "quark", "torchao"),
 )
 """--quantization methods of checkpoints that were quantised before, besides gguf; fp8, mxfp4, mxfp8, bitsandbytes are
 some, too. Those that choose a kernel of vLLM are other names of the checkpoint's method."""
 
 UNREAD_QUANTIZATIONS: Final = (
-    *("aqlm", "bitblas", "deepspeedfp", "fp_quant", "gptq_bitblas", "gptq_marlin_24", "hqq", "ipex", "neuron_quant"),
+    *("aqlm", "bitblas", "deepspeedfp", "fp_quant", "gptq_bitblas", "gptq_marlin_24", "ipex", "neuron_quant"),
     *("qqq", "quip", "squeezellm"),
 )
 """--quantization methods of vLLM's, now or before, whose checkpoints are not read."""

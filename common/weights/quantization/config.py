@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -16,6 +16,7 @@ import numpy as np
 from pagoda.common.errors import ModelError
 from pagoda.common.models.family import Rule
 from pagoda.common.models.primitives import Param
+from pagoda.common.weights.files import NamedTensor
 from pagoda.common.weights.quantization.schemes import ScaledScheme
 from pagoda.common.weights.quantization.tensors import Array, Value
 
@@ -49,6 +50,10 @@ Raises WeightError for tensors that do not fit the scheme, naming the layer.
 """
 
 
+Expand = Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]
+"""Tensors of a checkpoint as they are stored -> as the groups describe them."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
     """How a checkpoint is quantised."""
@@ -61,6 +66,8 @@ class QuantizationConfig:
     separator: str = "."  # between a module and the last part of a tensor's name
     suffix: str = f".{WEIGHT}"  # of a joined weight's name
     aliases: tuple[str, ...] = ()  # other values of --quantization that name the method
+    for_any_model: bool = False  # Dequantised, the tensors are those of the dense model, without rules of a family.
+    expand: Expand | None = field(default=None, compare=False, repr=False)  # Applied to tensors before they are joined.
     fp8_cache: bool = False  # it was calibrated with a KV cache of float8, a scale per layer
 
     @property

@@ -16,7 +16,7 @@ import numpy as np
 from pagoda.common.errors import WeightError
 from pagoda.common.models.family import Rule
 from pagoda.common.weights.files import NamedTensor
-from pagoda.common.weights.quantization.methods.scaled import floats
+from pagoda.common.weights.quantization.layouts.scaled import floats
 from pagoda.common.weights.quantization.tensors import Array, Value, and_more
 
 logger = logging.getLogger(__name__)

@@ -15,13 +15,16 @@ from pagoda.common.weights.quantization.config import WEIGHT, LayerGroup, Parts,
 from pagoda.common.weights.quantization.methods import (
     auto_round,
     awq,
+    bitnet,
     bitsandbytes,
     compressed_tensors,
     fbgemm_fp8,
     fp8,
     gptq,
+    hqq,
     modelopt,
     mxfp4,
+    mxfp8,
     quark,
     torchao,
 )
@@ -35,16 +38,19 @@ KEYS: Final = ("quantization_config", "compression_config")
 METHODS: Final[Mapping[str, Callable[[Section], QuantizationConfig]]] = {
     "auto-round": auto_round.read,
     "awq": awq.read,
+    "bitnet": bitnet.read,
     "bitsandbytes": bitsandbytes.read,
     "compressed-tensors": compressed_tensors.read,
     "fbgemm_fp8": fbgemm_fp8.read,
     "fp8": fp8.read,
     "gptq": gptq.read,
+    "hqq": hqq.read,
     "inc": auto_round.read,
     "intel/auto-round": auto_round.read,
     "modelopt": modelopt.read,
     "modelopt_fp4": modelopt.read,
     "mxfp4": mxfp4.read,
+    "mxfp8": mxfp8.read,
     "quark": quark.read,
     "torchao": torchao.read,
 }
@@ -106,7 +112,7 @@ def join_scales(
     joined: set[str] = set()
     unused: list[str] = []
     known = config.parts
-    for name, tensor in tensors:
+    for name, tensor in tensors if config.expand is None else config.expand(tensors):
         module, part = config.split(name, known)
         if part in config.unused:
             unused.append(name)

@@ -205,6 +205,15 @@ def test_targets_choose_the_group() -> None:
     assert [read.scheme(name) for name in names] == [Float8("tensor", ROWS), Float8("channel", ROWS), None]
 
 
+def mxfp8(**more: object) -> dict[str, object]:
+    return {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32], **more}
+
+
+def hqq(**params: object) -> dict[str, Any]:
+    weights = {"nbits": 8, "axis": 1, "group_size": 4, "channel_wise": True, "view_as_float": False, **params}
+    return {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}, "skip_modules": ["lm_head"]}
+
+
 def torchao_int4(group_size: object) -> dict[str, object]:
     kind = {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {"group_size": group_size}}
     return {"quant_method": "torchao", "quant_type": {"default": kind}}
@@ -301,12 +310,38 @@ def group_with(**changes: Any) -> dict[str, Any]:
         ),
         (
             {"quantization_config": compressed_tensors(sparsity_config={"format": "24"})},
-            "sparsity_config is",
+            "sparsity_config: format is 24, only dense, sparse-bitmask, sparse-24-bitmask are read",
         ),
         ({"quantization_config": compressed_tensors(ignore="lm_head")}, "ignore is not a list of layers"),
         ({"quantization_config": fp8(fmt="e5m2")}, "fmt is e5m2"),
         ({"quantization_config": fp8(weight_block_size=[128])}, r"weight_block_size is \[128\]"),
         ({"quantization_config": fp8(zero_point=True)}, "quantization_config: zero_point is True, which"),
+        ({"quantization_config": mxfp8(weight_block_size=[1, 64])}, r"weight_block_size is \[1, 64\], only \[1, 32\]"),
+        ({"quantization_config": {"quant_method": "bitnet", "use_rms_norm": True}}, "use_rms_norm is set: norms of"),
+        ({"quantization_config": {"quant_method": "bitnet", "linear_class": "x"}}, "linear_class is x, only bitlinear"),
+        (
+            {"quantization_config": {"quant_method": "bitnet", "quantization_mode": "online"}},
+            "quantization_mode is online with linear_class bitlinear",
+        ),
+        (
+            {"quantization_config": hqq(nbits=1.58)},
+            "weight_quant_params: nbits is 1.58, only 8, 6, 5, 4, 3, 2, 1 are read",
+        ),
+        ({"quantization_config": hqq(axis=0)}, "weight_quant_params: axis is 0, only 1 is read: groups of inputs"),
+        ({"quantization_config": hqq(group_size=0)}, "weight_quant_params: group_size is 0, not a positive number"),
+        ({"quantization_config": hqq(view_as_float=True)}, "view_as_float and scales of a whole matrix"),
+        ({"quantization_config": {"quant_method": "hqq", "quant_config": {}}}, "quant_config is missing"),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "hqq",
+                    "quant_config": {"weight_quant_params": {}, "zero_quant_params": {"nbits": 8}},
+                }
+            },
+            "quant_config: zero_quant_params is set",
+        ),
+        ({"quantization_config": mxfp8(scale_fmt="float32")}, "scale_fmt is float32, only ue8m0 is read"),
+        ({"quantization_config": mxfp8(moe_quant_algo="NVFP4")}, "moe_quant_algo is 'NVFP4', which this version"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(config: dict[str, Any], words: str) -> None:
@@ -412,6 +447,162 @@ def test_numbers_of_an_ignored_layer_are_read_by_their_dtype() -> None:
 def test_tensors_that_do_not_fit(tensors: dict[str, np.ndarray], message: str) -> None:
     with pytest.raises(WeightError, match=message):
         joined(**tensors)
+
+
+@each_row("part", ["weight_scale_inv", "weight_scale"])
+@each_row("dtype", [np.dtype(np.uint8), dtypes.FLOAT8_E8M0FNU])
+def test_exponents_of_mxfp8_have_one_of_two_names(part: str, dtype: np.dtype[Any]) -> None:
+    data = np.arange(128, dtype=np.uint8).reshape(2, 64) & 0x3F
+    exponents = np.array([[127, 128], [120, 130]], np.uint8)
+    config = config_of(mxfp8(ignored_layers=["model.visual*"]))
+    tensors = {"weight": data.view(dtypes.FLOAT8_E4M3FN)}
+    (weight,) = joined(config, **tensors, **{part: exponents.view(dtype)}).values()
+    factors = np.repeat(np.array([[1, 2], [2**-7, 8]]), 32, 1)
+    np.testing.assert_array_equal(values(weight), dtypes.to_float32(tensors["weight"]) * factors)
+    assert config.scheme("model.visual.blocks.0.fc1") is None
+    with pytest.raises(WeightError, match=r"layer layers.0.out has no exponents, where mxfp8 weights have one of"):
+        joined(config, **tensors)
+    with pytest.raises(WeightError, match="has weight_scale_inv and weight_scale, where mxfp8 weights have one of"):
+        joined(config, **tensors, weight_scale=exponents, weight_scale_inv=exponents)
+
+
+SPARSE = compressed_tensors(config_groups={}, format="dense", sparsity_config={"format": "sparse-bitmask"})
+KEPT_VALUES = {
+    "shape": np.array([2, 10]),
+    "bitmask": np.array([[0b10000001, 0b10], [0b100, 0]], np.uint8),
+    "compressed": np.array([1, 2, 3, 4], np.float32),
+    "row_offsets": np.array([0, 3]),
+}
+
+
+def test_sparse_matrices_are_expanded() -> None:
+    """A dense one, without scales; and numbers of float8, with them."""
+    expected = np.zeros((2, 10), np.float32)
+    expected[0, [0, 7, 9]] = 1, 2, 3
+    expected[1, 2] = 4
+    (weight,) = joined(config_of(SPARSE), **KEPT_VALUES).values()
+    np.testing.assert_array_equal(weight, expected)
+    numbers = config_of(compressed_tensors(sparsity_config={"format": "sparse-24-bitmask"}))
+    stored = dtypes.to_float8(KEPT_VALUES["compressed"])
+    tensors = {**KEPT_VALUES, "shape": KEPT_VALUES["shape"][:, None], "compressed": stored.reshape(2, 2)}
+    tensors["weight_scale"] = np.array([[2], [3]], np.float32)
+    ((name, weight),) = joined(numbers, **tensors).items()
+    assert name == f"{NAME}.weight"
+    np.testing.assert_array_equal(values(weight), expected * [[2], [3]])
+
+
+@each_row(
+    ("part", "value", "message"),
+    [
+        ("shape", np.array([2, 17]), r"out: a bitmask uint8 \[2, 2\] does not fit a matrix of shape \[2, 17\]; downl"),
+        ("shape", np.array([-2, 10]), r"does not fit a matrix of shape \[-2, 10\]"),
+        ("shape", np.array([2.0, 10.0]), r"does not fit a matrix of shape \[2.0, 10.0\]"),
+        ("bitmask", np.zeros((2, 2), np.int8), r"a bitmask int8 \[2, 2\] does not fit"),
+        (
+            "compressed",
+            np.ones(5, np.float32),
+            "out: its bitmask keeps 4 values, but 5 are stored; download it",
+        ),
+        ("compressed", None, "layer layers.0.out: the checkpoint lacks its compressed; download it again"),
+    ],
+)
+def test_sparse_matrices_that_do_not_fit(part: str, value: np.ndarray | None, message: str) -> None:
+    tensors = {name: tensor for name, tensor in {**KEPT_VALUES, part: value}.items() if tensor is not None}
+    with pytest.raises(WeightError, match=message):
+        joined(config_of(SPARSE), **tensors)
+
+
+HQQ_NUMBERS = np.arange(32).reshape(8, 4)
+"""The numbers of a matrix [4, 8] in groups of 4, by group, before they are cut to their bits."""
+
+
+@each_row(
+    ("bits", "packed"),
+    [
+        (8, HQQ_NUMBERS.astype(np.uint8)),
+        (2, np.array([[0, 85, 170, 255]] * 2, np.uint8)),
+        (1, np.array([[0, 255, 0, 255]], np.uint8)),
+    ],
+)
+def test_numbers_of_hqq_are_unpacked_by_blocks_of_groups(bits: int, packed: np.ndarray) -> None:
+    """The numbers of all rows are 0, 1, 2, 3 of two bits, or 0, 1, 0, 1 of one."""
+    groups = (HQQ_NUMBERS & (1 << bits) - 1).astype(np.float32)
+    scales = np.arange(1, 9, dtype=np.float32)[:, None]
+    zeros = np.full((8, 1), 0.5, np.float32)
+    tensors = {"W_q": packed, "scale": scales, "zero": zeros, "shape": np.array([4, 8])}
+    config = config_of(hqq(nbits=bits))
+    (weight,) = joined(config, **tensors, nbits=np.array(bits, np.int32), round_zero=np.array(0, np.uint8)).values()
+    np.testing.assert_array_equal(values(weight), ((groups - 0.5) * scales).reshape(4, 8))
+    assert isinstance(weight, QuantizedTensor)
+    assert weight.scheme == config.scheme(NAME)
+    assert config.scheme("lm_head") is None
+
+
+def test_layers_of_hqq_have_settings_by_their_names() -> None:
+    settings = {"self_attn.q_proj": hqq(nbits=4)["quant_config"], "mlp.up_proj": hqq(nbits=8)["quant_config"]}
+    config = config_of({"quant_method": "hqq", "quant_config": settings, "skip_modules": []})
+    names = ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")
+    found = [config.scheme(f"model.layers.0.{name}") for name in names]
+    assert found == [Int4((1, 4), offsets=True), Int8((1, 4), offsets=True), None]
+
+
+@each_row(
+    ("part", "value", "message"),
+    [
+        ("nbits", np.array(4, np.int32), "tensor layers.0.out.nbits is not 8, as quantization_config says"),
+        ("axis", np.array(0, np.int32), "tensor layers.0.out.axis is not 1, as quantization_config says"),
+        ("shape", np.array([4]), r"out.shape \[4\] is not the two sizes of a matrix"),
+        ("shape", np.array([4, 16]), r"W_q is uint8 \[8, 4\], but 8-bit hqq weights have uint8 \[16, 4\] there"),
+        ("W_q", np.zeros((8, 4), np.int8), r"W_q is int8 \[8, 4\], but 8-bit hqq weights have uint8 \[8, 4\] there"),
+        ("zero", np.zeros(4, np.float32), r"out.zero \[4\] has not one value for each of the 8 groups of 4 inputs"),
+    ],
+)
+def test_tensors_of_hqq_that_do_not_fit(part: str, value: np.ndarray, message: str) -> None:
+    tensors = {"W_q": HQQ_NUMBERS.astype(np.uint8), "shape": np.array([4, 8])}
+    tensors |= {"scale": np.ones((8, 1), np.float32), "zero": np.ones((8, 1), np.float32), part: value}
+    with pytest.raises(WeightError, match=message):
+        joined(config_of(hqq()), **tensors)
+
+
+TERNARY = np.array([[0b00011000, 0b10100001], [0b01010101, 0b00000110]], np.uint8)
+"""Bytes of eight rows of two numbers: the pairs of bits from the lowest on are rows 0, 2, 4 and 6, less 1."""
+
+ROWS_OF_TERNARY = np.array([[-1, 0], [0, 1], [1, -1], [0, 0], [0, 1], [0, -1], [-1, 1], [0, -1]], np.float32)
+
+
+@each_row(("linear_class", "factor"), [("bitlinear", 0.25), ("autobitlinear", 4.0)])
+def test_ternary_weights_are_unpacked_by_blocks_of_rows(linear_class: str, factor: float) -> None:
+    config = config_of({"quant_method": "bitnet", "linear_class": linear_class, "modules_to_not_convert": ["b"]})
+    scale = np.array([4], np.float32)
+    (weight,) = joined(config, weight=TERNARY, weight_scale=scale).values()
+    np.testing.assert_array_equal(values(weight), ROWS_OF_TERNARY * np.float32(factor))
+    assert config.scheme("a") == Int4((1, -1), Activations("int8", "row"))
+    assert [config.scheme(name) for name in ("b", "lm_head")] == [None, None]
+    with pytest.raises(WeightError, match=r"out.weight has numbers other than -1, 0 and 1; download it again"):
+        joined(config, weight=TERNARY | np.uint8(0b1100), weight_scale=scale)
+    with pytest.raises(
+        WeightError, match=r"weights uint8 \[2, 2\] with 2 scales are not those of bitnet, bytes of four"
+    ):
+        joined(config, weight=TERNARY, weight_scale=np.ones(2, np.float32))
+
+
+@each_row("dtype", ["float32", "bfloat16"])
+def test_dense_matrices_of_bitnet_are_rounded_to_three_values(dtype: str) -> None:
+    online = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    config = config_of({**online, "modules_to_not_convert": ["layers.1.v_proj"]})
+    dense = np.array([[0.5, -3], [0.25, 0.25]], np.float32)  # The mean magnitude is 1.
+    stored = dense if dtype == "float32" else dtypes.to_bfloat16(dense)
+    others = ("embed_tokens.weight", "lm_head.weight", "layers.1.v_proj.weight")
+    stream = [("layers.0.q_proj.weight", stored), ("layers.0.norm.weight", stored[0])]
+    tensors = dict(join_scales([*stream, *((name, stored) for name in others)], config))
+    rounded = tensors.pop("layers.0.q_proj.weight")
+    assert isinstance(rounded, np.ndarray)
+    assert rounded.dtype == stored.dtype
+    np.testing.assert_array_equal(dtypes.to_float32(rounded), [[0, -1], [0, 0]])
+    assert all(np.shares_memory(tensor, stored) for tensor in tensors.values() if isinstance(tensor, np.ndarray))
+    assert len(tensors) == 4
+    with pytest.raises(WeightError, match=r"tensor a.router.weight \[2, 2\]: bitnet in online mode is read of models"):
+        list(join_scales([("a.router.weight", stored)], config))
 
 
 def words(*shape: int) -> np.ndarray:

@@ -89,6 +89,27 @@ def test_auto_falls_back_and_says_what_is_lost(nano: Saved, caplog: pytest.LogCa
     assert (row.value, row.source) == ("transformers", "model")
 
 
+def test_packed_weights_of_an_architecture_without_specification(tmp_path: Path) -> None:
+    """Bitnet's, four rows to a byte: the tokens of transformers' model with the values that they mean."""
+    model = tiny.Tiny("BitNetForCausalLM", "BitNetForCausalLM").save(tmp_path)
+    stored = {}
+    for name, weight in model.state_dict().items():
+        stored[name] = weight.clone()
+        if name.endswith("_proj.weight"):
+            scale = weight.abs().mean()
+            numbers = (weight / scale).round().clamp(-1, 1)
+            blocks = (numbers + 1).to(torch.uint8).chunk(4)
+            stored[name] = blocks[0] | blocks[1] << 2 | blocks[2] << 4 | blocks[3] << 6
+            stored[f"{name}_scale"] = scale.reshape(1)
+            weight.copy_(numbers * scale)
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt = tiny.tokens(count=20)
+    assert answer(tmp_path, prompt) == expected_greedy(model, prompt, 6)
+
+
 @pytest.mark.setting("--model-impl")
 def test_the_implementation_can_be_chosen(llama: Saved) -> None:
     folder, model = llama

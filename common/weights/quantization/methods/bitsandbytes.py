@@ -9,8 +9,8 @@ import numpy as np
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.quantization.config import WEIGHT, LayerGroup, Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.integers import check
-from pagoda.common.weights.quantization.methods.scaled import floats, join_scaled, scaled_scheme
+from pagoda.common.weights.quantization.layouts.integers import check
+from pagoda.common.weights.quantization.layouts.scaled import floats, join_scaled, scaled_scheme
 from pagoda.common.weights.quantization.schemes import TABLES, Codes4
 from pagoda.common.weights.quantization.tensors import Floats, QuantizedTensor, Value
 

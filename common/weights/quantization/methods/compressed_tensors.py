@@ -9,17 +9,18 @@ from typing import Final, Literal
 import numpy as np
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights.dtypes import dtype_name, powers_of_two
+from pagoda.common.weights.dtypes import dtype_name
 from pagoda.common.weights.quantization.config import WEIGHT, Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.fours import join_mxfp4, join_nvfp4, mxfp4_scheme, nvfp4_scheme
-from pagoda.common.weights.quantization.methods.integers import (
+from pagoda.common.weights.quantization.layouts import sparse
+from pagoda.common.weights.quantization.layouts.fours import join_mxfp4, join_nvfp4, mxfp4_scheme, nvfp4_scheme
+from pagoda.common.weights.quantization.layouts.integers import (
     IntegerLayers,
     check,
     input_order,
     joined_integers,
     unpack,
 )
-from pagoda.common.weights.quantization.methods.scaled import (
+from pagoda.common.weights.quantization.layouts.scaled import (
     floats,
     input_scale,
     join_scaled,
@@ -71,19 +72,22 @@ def read(section: Section) -> QuantizationConfig:
     """Return the config of a section. Raises ModelError for a scheme that is not read."""
     section.only("config_groups", "quantization_status", "global_compression_ratio", "version", "format", "ignore",
                  "sparsity_config", "transform_config", "kv_cache_scheme", "moe_sparsity_config")  # fmt: skip
-    if section.part("sparsity_config").get("format", "dense") != "dense":
-        raise section.refused(f"sparsity_config is {section.get('sparsity_config')}; sparse weights are not read")
+    sparsity = section.part("sparsity_config")
+    sparse_form = sparsity.get("format", "dense")
+    if sparse_form not in ("dense", *sparse.FORMATS):
+        raise sparsity.refused(f"format is {sparse_form}, only dense, {', '.join(sparse.FORMATS)} are read")
     if section.get("transform_config"):
         raise section.refused("transform_config is not read")
     groups = section.part("config_groups")
-    if not groups.values and not section.get("kv_cache_scheme"):
+    if not groups.values and not section.get("kv_cache_scheme") and sparse_form == "dense":
         raise section.refused("config_groups is missing")
     layers = tuple(_layer_group(groups.part(name), section.get("format")) for name in groups.values)
     unused = frozenset({_INPUT_SCALE, "input_zero_point", _INPUT_GLOBAL}).difference(*(layer.parts for layer in layers))
     cache = section.part("kv_cache_scheme")
     fp8_cache = (cache.get("type"), cache.get("num_bits"), cache.get("strategy", "tensor")) == ("float", 8, "tensor")
     ignored = section.names("ignore")
-    return QuantizationConfig("compressed-tensors", layers, ignored, _join, unused, fp8_cache=fp8_cache)
+    expand = None if sparse_form == "dense" else sparse.expand
+    return QuantizationConfig("compressed-tensors", layers, ignored, _join, unused, fp8_cache=fp8_cache, expand=expand)
 
 
 def _layer_group(group: Section, default: object) -> CompressedLayers:
@@ -222,8 +226,7 @@ def _join_plain(module: str, parts: Parts, group: CompressedLayers, pieces: int)
         raise WeightError(
             f"tensor {module}.weight is {dtype_name(data.dtype)}, which quantization_config does not name"
         )
-    scales = powers_of_two(parts[_SCALE]) if group.form == _MXFP8 else parts[_SCALE]
-    tensor = join_scaled(module, data, scales, group.scheme, pieces, _SCALE)
+    tensor = join_scaled(module, data, parts[_SCALE], group.scheme, pieces, _SCALE)
     return with_zeros(module, tensor, parts[_ZEROS], _ZEROS) if _ZEROS in parts else tensor
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN
 from pagoda.common.weights.quantization.config import WEIGHT, LayerGroup, Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.scaled import join_scaled, scaled_scheme
+from pagoda.common.weights.quantization.layouts.scaled import join_scaled, scaled_scheme
 from pagoda.common.weights.quantization.schemes import Activations
 from pagoda.common.weights.quantization.tensors import QuantizedTensor
 

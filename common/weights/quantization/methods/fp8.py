@@ -8,7 +8,7 @@ from typing import Final
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN
 from pagoda.common.weights.quantization.config import WEIGHT, LayerGroup, Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.scaled import input_scale, join_scaled, scaled_scheme
+from pagoda.common.weights.quantization.layouts.scaled import input_scale, join_scaled, scaled_scheme
 from pagoda.common.weights.quantization.schemes import Activations
 from pagoda.common.weights.quantization.tensors import QuantizedTensor
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.quantization.config import Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.integers import (
+from pagoda.common.weights.quantization.layouts.integers import (
     Codes,
     IntegerLayers,
     Order,

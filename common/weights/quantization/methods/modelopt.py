@@ -11,8 +11,8 @@ import numpy as np
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import dtype_name, powers_of_two
 from pagoda.common.weights.quantization.config import WEIGHT, LayerGroup, Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.fours import join_nvfp4, nvfp4_scheme
-from pagoda.common.weights.quantization.methods.scaled import floats, input_scale, join_scaled, scaled_scheme
+from pagoda.common.weights.quantization.layouts.fours import join_nvfp4, nvfp4_scheme
+from pagoda.common.weights.quantization.layouts.scaled import floats, input_scale, join_scaled, scaled_scheme
 from pagoda.common.weights.quantization.schemes import Activations, ScaledScheme
 from pagoda.common.weights.quantization.tensors import QuantizedTensor
 

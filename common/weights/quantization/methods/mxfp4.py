@@ -7,7 +7,7 @@ import numpy as np
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import dtype_name, powers_of_two
 from pagoda.common.weights.quantization.config import LayerGroup, Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.fours import mxfp4_scheme
+from pagoda.common.weights.quantization.layouts.fours import mxfp4_scheme
 from pagoda.common.weights.quantization.tensors import QuantizedTensor
 
 

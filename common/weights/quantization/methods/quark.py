@@ -10,16 +10,16 @@ import numpy as np
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import dtype_name
 from pagoda.common.weights.quantization.config import WEIGHT, Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.awq import join_along_outputs
-from pagoda.common.weights.quantization.methods.fours import join_mxfp4, mxfp4_scheme
-from pagoda.common.weights.quantization.methods.integers import IntegerLayers
-from pagoda.common.weights.quantization.methods.scaled import (
+from pagoda.common.weights.quantization.layouts.fours import join_mxfp4, mxfp4_scheme
+from pagoda.common.weights.quantization.layouts.integers import IntegerLayers
+from pagoda.common.weights.quantization.layouts.scaled import (
     input_scale,
     join_scaled,
     not_symmetric,
     scaled_scheme,
     with_zeros,
 )
+from pagoda.common.weights.quantization.methods.awq import join_along_outputs
 from pagoda.common.weights.quantization.schemes import WHOLE_ROW, Activations, Group, ScaledScheme, integer_scheme
 from pagoda.common.weights.quantization.tensors import QuantizedTensor
 

@@ -11,8 +11,8 @@ import numpy as np
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN
 from pagoda.common.weights.quantization.config import Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.methods.integers import IntegerLayers, check, joined_integers
-from pagoda.common.weights.quantization.methods.scaled import floats, join_scaled, not_symmetric, scaled_scheme
+from pagoda.common.weights.quantization.layouts.integers import IntegerLayers, check, joined_integers
+from pagoda.common.weights.quantization.layouts.scaled import floats, join_scaled, not_symmetric, scaled_scheme
 from pagoda.common.weights.quantization.schemes import WHOLE_ROW, Activations, Group, integer_scheme
 from pagoda.common.weights.quantization.tensors import QuantizedTensor
 

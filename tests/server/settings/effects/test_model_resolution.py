@@ -267,7 +267,6 @@ def test_hf_config_path(folder: Path, tmp_path: Path) -> None:
     ("details", "method"),
     [
         ({"quant_method": "aqlm", "bits": 2}, "aqlm"),
-        ({"quant_method": "hqq", "bits": 4}, "hqq"),
         ({"quant_method": "quip", "bits": 4}, "quip"),
         ({}, "a method it does not name"),
     ],

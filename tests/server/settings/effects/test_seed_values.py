@@ -162,7 +162,7 @@ NAMED = [
     ("--load-format my_plugin", "'my_plugin' is not one of auto, safetensors"),
     ("--quantization awqq", "'awqq' is not one of .*; did you mean awq"),
     ("-q fp9", "'fp9' is not one of .*; did you mean fp8"),
-    ("-q hqq", "'hqq' is not supported: its checkpoints are not read"),
+    ("-q aqlm", "'aqlm' is not supported: its checkpoints are not read"),
     ("--distributed-executor-backend external_launcher", "'external_launcher' is not supported"),
     ("--model-impl terratorch", "'terratorch' is not supported"),
     ("--tokenizer-mode slow", "'slow' is not supported"),

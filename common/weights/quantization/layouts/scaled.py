@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights.dtypes import dtype_name, to_float32
+from pagoda.common.weights.dtypes import dtype_name, powers_of_two, to_float32
 from pagoda.common.weights.quantization.config import Parts
 from pagoda.common.weights.quantization.schemes import (
     WHOLE_ROW,
@@ -52,13 +52,14 @@ def join_scaled(
 ) -> QuantizedTensor:
     """Return a matrix with its scales; the shape of the scales tells the group, except that of blocks.
 
-    Raises WeightError naming the layer if the shapes do not fit.
+    Scales of uint8 are the exponents of powers of two (E8M0). Raises WeightError naming the layer if the shapes do not
+    fit.
     """
     assert isinstance(scheme, Float8 | Int8)
     if data.ndim != 2:
         raise WeightError(f"tensor {module}.weight {list(data.shape)} is quantised, but not a matrix")
     outputs, inputs = data.shape
-    wide = floats(f"{module}.{scale_name}", scales)
+    wide = powers_of_two(scales) if scales.dtype == np.uint8 else floats(f"{module}.{scale_name}", scales)
     block = scheme.group
     rows = outputs // pieces
     if isinstance(block, tuple):

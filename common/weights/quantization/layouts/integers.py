@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import dtype_name
 from pagoda.common.weights.quantization.config import LayerGroup
-from pagoda.common.weights.quantization.methods.scaled import floats
+from pagoda.common.weights.quantization.layouts.scaled import floats
 from pagoda.common.weights.quantization.schemes import WHOLE_ROW, IntegerScheme
 from pagoda.common.weights.quantization.tensors import Array, QuantizedTensor
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from pagoda.common.errors import WeightError
 from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, FLOAT8_E8M0FNU, as_uint, powers_of_two, to_float32
-from pagoda.common.weights.quantization.methods.integers import check
+from pagoda.common.weights.quantization.layouts.integers import check
 from pagoda.common.weights.quantization.schemes import Activations, Mxfp4, Nvfp4, ScaledScheme
 from pagoda.common.weights.quantization.tensors import Array, Floats, QuantizedTensor
 

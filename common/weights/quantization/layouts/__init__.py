@@ -1,0 +1,1 @@
+"""How matrices lie in the tensors of a checkpoint: layouts that several methods share."""
