@@ -91,8 +91,13 @@ def _switches() -> Mapping[str, Any]:
     return flags | factors
 
 
-def _is_neutral(default: object) -> bool:
-    return type(default) in (int, float) and default in (0, 1)
+def _is_neutral(value: object) -> bool:
+    return type(value) in (int, float) and value in (0, 1)
+
+
+def _is_off(value: object) -> bool:
+    """Return whether a value means that a mechanism is off, or a factor that changes nothing."""
+    return value is False or _is_neutral(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,8 @@ class Origin:
     def problem(self, key: str, value: object) -> str | None:
         """Return why a key that the family left unread is refused; None if it is harmless."""
         known = self.known
+        if _is_off(value) and _equal(value, known_type(str(self.text.get("model_type"))).defaults.get(key)):
+            return None  # The class of the type wrote it, for an architecture that is not transformers'.
         defaults = {**OLD_BASE, **known.defaults}
         if key in defaults:
             return None if _equal(value, defaults[key]) else f"is {value!r}; only {defaults[key]!r} is supported"

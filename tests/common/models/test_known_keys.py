@@ -103,6 +103,37 @@ def test_known_keys_have_the_default_of_their_class() -> None:
         spec(name, {"use_bidirectional_attention": True})
 
 
+CHATGLM = GENERATORS["chatglm3-6b"]
+OWN = {"AutoConfig": "configuration_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}
+
+
+@each_row(
+    ("name", "extra"),
+    [
+        ("Llama-3.1-8B-Instruct", {"activation": "swiglu", "_from_model_config": True, "max_window_layers": 28}),
+        ("chatglm3-6b", {"num_hidden_layers": CHATGLM["num_layers"], "classifier_dropout": None, "auto_map": OWN}),
+        ("ERNIE-4.5-21B-A3B-PT", {"compression_ratio": 1.0, "use_rmsnorm": True, "rope_3d": False, "auto_map": OWN}),
+        ("ERNIE-4.5-0.3B-PT", {"compression_ratio": 1.0, "use_rmsnorm": True, "freq_allocation": 20, "auto_map": OWN}),
+        ("ERNIE-4.5-0.3B-PT", {"rope_3d": False, "weight_share_add_bias": True, "auto_map": OWN}),
+        ("Hunyuan-A13B-Instruct", {"vit_patch": 1, "anyres_vit_two_views": False, "skip_cls_token": False}),
+        ("Hunyuan-A13B-Instruct", {"position_embedding_xdrope": False, "vit_add_patchemb_bias": False}),
+        ("Ling-mini-2.0", {"moe_aux_loss_lambda": 0.0, "use_sliding_window": False, "auto_map": OWN}),
+    ],
+)
+def test_keys_of_published_files_that_are_harmless(name: str, extra: dict[str, Any]) -> None:
+    """As Falcon 3, Baichuan 2, GLM-4, Ernie 4.5, Hunyuan-A13B and Ling-mini have them."""
+    config = {**SAVED, **(GENERATORS[name] if name in GENERATORS else REAL[name].config)}
+    assert spec_from_config({**config, **extra})[0] == spec_from_config(config)[0]
+
+
+def test_baichuan_2_as_it_is_published() -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 32}
+    text = {"vocab_size": 125696, "rms_norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 4096}
+    other = {"_from_model_config": True, "model_max_length": 4096, "z_loss_weight": 0, "auto_map": OWN}
+    config = {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", **SAVED, **sizes, **text, **other}
+    assert spec_from_config(config)[0].width == 4096
+
+
 USES = "\nclass SwirlModel:\n    def __init__(self, config):\n        self.factor = config.swirl\n"
 
 
