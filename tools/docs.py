@@ -36,8 +36,8 @@ from pagoda.common.config.env import VARIABLES, EnvVar
 from pagoda.common.config.fields import human_readable_int, human_readable_int_or_auto
 from pagoda.common.config.settings import Setting
 from pagoda.common.config.without_setting import FLAGS_WITHOUT_SETTING
-from pagoda.common.models.registry import ARCHITECTURES
-from pagoda.common.models.towers import TEXT_TOWERS
+from pagoda.common.models.registry import ARCHITECTURES, architecture_of
+from pagoda.common.models.towers import TEXT_TOWERS, text_model
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.request_bounds import BOUNDS
 from pagoda.common.sampling_params import SamplingParams
@@ -283,8 +283,21 @@ def _metrics() -> str:
     )
 
 
+def _tried() -> dict[str, list[str]]:
+    """Return the released models whose config.json is a test, by the architecture of their text model."""
+    data = ROOT / "tests" / "data"
+    tried: dict[str, list[str]] = {}
+    for path in (data / "hub_configs" / "aiconfigurator.json", data / "real_models.json"):
+        for name, entry in json.loads(path.read_text(encoding="utf-8")).items():
+            if entry["parameters"] is not None and "architectures" in entry["config"]:
+                text = text_model(entry["config"]).config
+                tried.setdefault(architecture_of(text), []).append(name.rpartition("/")[2])
+    return tried
+
+
 def _models() -> str:
     rows = []
+    tried = _tried()
     for module in sorted({module for module, _ in ARCHITECTURES.values()}):
         families: dict[str, list[str]] = {}
         for architecture, about in model_support.family_descriptions(module).items():
@@ -292,20 +305,22 @@ def _models() -> str:
                 families.setdefault(about, []).append(architecture)
         for about, architectures in families.items():
             names = ", ".join(f"`{name}`" for name in architectures)
-            rows.append(
-                (names, *model_support.SPEC_STATUS, about, f"[{module}.py](../../common/models/families/{module}.py)")
-            )
+            file = f"[{module}.py](../../common/models/families/{module}.py)"
+            models = sorted({model for name in architectures for model in tried.get(name, ())})
+            rows.append((names, *model_support.SPEC_STATUS, about, ", ".join(models), file))
     fallback = [(f"`{name}`", *model_support.FALLBACK_STATUS) for name in model_support.FALLBACK_ONLY]
     pooled = [(f"`{name}`", *model_support.POOLING_STATUS) for name in model_support.POOLED_BY_FALLBACK]
     backends = model_support.BACKENDS
     return (
-        f"{_WRITTEN}# Supported models\n\nSelected by `architectures` in `config.json`. Unknown config keys are "
-        "refused at start. Every architecture of the first table is tested against transformers: float32 logits agree "
+        f"{_WRITTEN}# Supported models\n\nSelected by `architectures` in `config.json`. Config keys of "
+        "which nothing is known are refused at start. "
+        "Every architecture of the first table is tested against transformers: float32 logits agree "
         "to 3e-5.\n\nPer backend: *spec*: computed by pagoda from the family's specification; *fallback*: by "
         "transformers' code over pagoda's KV cache, with `--model-impl transformers` (on jax_tpu traced by torchax); "
-        "*refused*: with what is missing."
-        "\n\n"
-        + _table(("architecture", *backends, "description", "file"), rows)
+        "*refused*: with what is missing.\n\n"
+        "*Configurations tried*: released models whose `config.json` gives the published number of parameters and "
+        "bytes of KV per token in a test.\n\n"
+        + _table(("architecture", *backends, "description", "configurations tried", "file"), rows)
         + "\n## Without a specification\n\nFor any other architecture `--model-impl auto` falls back to transformers "
         "([guide](../guides/transformers-models.md)), which runs it if its attention goes through transformers' "
         "attention interface. Logits were compared for:\n\n"

@@ -20,6 +20,7 @@ from pagoda.common.config.settings import merge_json
 from pagoda.common.errors import ModelError, reading
 from pagoda.common.models.family import Family, PoolUse, Rename, Rule, linear
 from pagoda.common.models.hf_config import HfConfig
+from pagoda.common.models.hf_config.known_keys import Code
 from pagoda.common.models.mixers.caches import WindowCache
 from pagoda.common.models.spec import Dense, ModelSpec, Pooler, TokenSelection
 from pagoda.common.models.token_classifier import TokenClassifier, text_keys
@@ -352,8 +353,10 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 _CONFIG_REMEDY: Final = "download it again, or correct them with --hf-overrides"
 
 
-def spec_from_config(config: Mapping[str, Any]) -> tuple[ModelSpec, Family]:
+def spec_from_config(config: Mapping[str, Any], *, code: Code | None = None) -> tuple[ModelSpec, Family]:
     """Return the spec of a generating model described by a Hugging Face config, and its family.
+
+    `code`: reads the Python files of the checkpoint, which are searched for keys that no reader consumed.
 
     Raises ModelError for an unknown or pooling-only architecture, and a missing, unknown or out-of-range key.
     """
@@ -362,7 +365,7 @@ def spec_from_config(config: Mapping[str, Any]) -> tuple[ModelSpec, Family]:
     family, use = find(architecture)
     if use is not None:
         raise ModelError(f"architecture {architecture} only pools, it generates no text; use --runner pooling, or auto")
-    reader = HfConfig(text.config, path=text.path)
+    reader = HfConfig(text.config, path=text.path, origin=text.origin(config, code))
     with reading("config.json", _CONFIG_REMEDY):
         spec = family.build(reader)
         family = family.configured(reader)
@@ -396,7 +399,12 @@ _TOKEN_HEADS: Final = ("pooler.token_embed", "pooler.token_classify")
 
 
 def pooling_spec(
-    config: Mapping[str, Any], use: PoolUse, modules: SentenceModules | None, overrides: PoolerConfig
+    config: Mapping[str, Any],
+    use: PoolUse,
+    modules: SentenceModules | None,
+    overrides: PoolerConfig,
+    *,
+    code: Code | None = None,
 ) -> tuple[ModelSpec, Family]:
     """Return the spec of a pooling model for the task `use`, and its family with the pooler's weight rules.
 
@@ -405,7 +413,8 @@ def pooling_spec(
     """
     text = text_model(config)
     family, _ = find(architecture_of(text.config))
-    reader = HfConfig({**text.config, **text_keys(config)}, path=text.path)
+    keys = {**text.config, **text_keys(config)}
+    reader = HfConfig(keys, path=text.path, origin=text.origin(config, code))
     with reading("config.json", _CONFIG_REMEDY):
         spec = family.build(reader)
         family = text.family(family.configured(reader))

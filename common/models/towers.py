@@ -15,6 +15,7 @@ from typing import Any, Final
 from pagoda.common.errors import ModelError
 from pagoda.common.models.families.experts import FUSED_EXPERT_RULES
 from pagoda.common.models.family import Family, Rule, Zeros
+from pagoda.common.models.hf_config.known_keys import Code, Origin
 
 _PREFIXES: Final = (
     ("", ""),
@@ -199,6 +200,10 @@ class TextModel:
     def family(self, family: Family) -> Family:
         """Return the family of the text model with the names of this checkpoint."""
         return family if self.tower is None else self.tower.family(family)
+
+    def origin(self, file: Mapping[str, Any], code: Code | None) -> Origin:
+        """Return where its keys come from, in a config.json and with the Python files of its checkpoint."""
+        return Origin(file=file, text=self.config, section=bool(self.path), code=code)
 
 
 def text_model(config: Mapping[str, Any]) -> TextModel:

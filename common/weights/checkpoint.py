@@ -100,12 +100,11 @@ def open_checkpoint(
     download_dir: str | None = None,
     ignore_patterns: Sequence[str] = (),
     eager: bool = False,
-    code: bool = False,
 ) -> Checkpoint:
     """Open the checkpoint that MODEL names (see `resolve_model`), downloading it if it is a hub id.
 
     `load_format` restricts the formats to look for; with `dummy`, or without `weights`, only the config is read.
-    `eager`: read safetensors files whole instead of mapping them. `code`: download Python files too.
+    `eager`: read safetensors files whole instead of mapping them.
     Raises ModelError or WeightError.
     """
     if load_format not in LOAD_FORMATS:
@@ -119,7 +118,6 @@ def open_checkpoint(
         token=token,
         download_dir=download_dir,
         ignore_patterns=ignore_patterns,
-        code=code,
     )
     file = path if path.is_file() else _gguf_in(path, load_format)
     if file is not None:

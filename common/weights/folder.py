@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -92,10 +92,19 @@ class FolderCheckpoint:
         return family
 
 
+def code_files(folder: Path) -> dict[str, str]:
+    """Return the text of the folder's Python files by name, without those of more than `_MAX_CODE` bytes."""
+    files = [path for path in sorted(folder.glob("*.py")) if path.stat().st_size <= _MAX_CODE]
+    return {path.name: path.read_text(encoding="utf-8", errors="replace") for path in files}
+
+
 def _tensors(file: WeightFile, names: Iterable[str]) -> Iterator[NamedTensor]:
     for name in names:
         yield name, file.tensor(name)
 
+
+_MAX_CODE: Final = 1 << 20
+"""Maximum size of a Python file that is searched, in bytes: several times that of the largest published ones."""
 
 _MODELOPT = "hf_quant_config.json"
 _SUFFIXES = {"safetensors": ".safetensors", "pt": ".bin"}

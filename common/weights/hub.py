@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -21,8 +21,7 @@ from pagoda.common.weights.gguf.file import SPLIT_NAME
 STORED_TOKEN: Final = "stored"
 """Value of `token` that selects the token stored by the hub's client."""
 
-_COMMON_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-_CODE_FILES = ("*.py",)
+_COMMON_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 _WEIGHT_FILES = {"safetensors": ("model*.safetensors",), "pt": ("pytorch_model*.bin",), "sharded_state": ("arrays/*",)}
 _MODULE_FILES = ("*_Dense/model.safetensors", "*_Dense/pytorch_model.bin", "*_linear.pt")
 _TIMEOUT_S = 10.0
@@ -58,12 +57,12 @@ def resolve_model(
     token: str | None = None,
     download_dir: str | None = None,
     ignore_patterns: Sequence[str] = (),
-    code: bool = False,
 ) -> Path:
     """Return the local path of MODEL. For a hub id, download config, tokenizer and the weights of one format.
 
     `weights`: False skips the weights, except a GGUF file, which contains config and tokenizer. `token`: see
-    STORED_TOKEN. `ignore_patterns`: files of a repository to skip. `code`: download its Python files too.
+    STORED_TOKEN. `ignore_patterns`: files of a repository to skip. Python files are downloaded, to be searched for
+    keys of config.json; this runs none.
 
     Raises ModelError if the file does not exist, or the repository is unknown, not accessible or not reachable.
     """
@@ -75,8 +74,7 @@ def resolve_model(
     repository = _Repository(name, quant, revision, hub_token, download_dir, tuple(ignore_patterns))
 
     def plan(names: Sequence[str]) -> DownloadPlan:
-        wanted = plan_download(names, load_format, quant=quant, weights=weights)
-        return replace(wanted, patterns=(*wanted.patterns, *_CODE_FILES)) if code else wanted
+        return plan_download(names, load_format, quant=quant, weights=weights)
 
     return _resolve_on_hub(repository, plan)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from pagoda.backends.registry import (
@@ -56,6 +57,7 @@ from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.towers import text_model, with_text_keys
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec, own_spec
 from pagoda.common.weights.checkpoint import Checkpoint, open_checkpoint
+from pagoda.common.weights.folder import code_files
 from pagoda.common.weights.hub import is_local
 from pagoda.common.weights.quantization.config import QuantizationConfig, parameter_schemes
 from pagoda.common.weights.quantization.on_the_fly import schemes_on_the_fly
@@ -376,7 +378,6 @@ def open_model(config: EngineConfig, *, weights: bool) -> Checkpoint:
         download_dir=load.download_dir,
         ignore_patterns=load.ignore_patterns,
         eager=load.safetensors_load_strategy == "eager",
-        code=model.trust_remote_code,
     )
 
 
@@ -393,10 +394,11 @@ def _architecture(
             runner = resolve_runner(config.model, checkpoint, hf_config, by_name=True)
             return runner, transformers_spec(config, checkpoint, hf_config, backend, quantization, runner), None
         runner = resolve_runner(config.model, checkpoint, hf_config)
+        code = partial(code_files, checkpoint.folder)
         if runner is None:
-            return None, *spec_from_config(hf_config)
+            return None, *spec_from_config(hf_config, code=code)
         hf_config = _with_token_ids(config, hf_config)
-        return runner, *pooling_spec(hf_config, runner.use, runner.modules, runner.overrides)
+        return runner, *pooling_spec(hf_config, runner.use, runner.modules, runner.overrides, code=code)
     except ModelError as error:
         raise ModelError(f"{config.model.model}: {error}") from None
 

@@ -552,6 +552,7 @@ def _stablelm(config: HfConfig) -> ModelSpec:
 
 
 def _orion(config: HfConfig) -> ModelSpec:
+    config.expect("attention_bias", False)
     layers = config.size("num_hidden_layers")
     attention = rotary_attention(config, config.size("hidden_size"))
     norm = layer_norm(config, "rms_norm_eps")

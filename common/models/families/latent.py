@@ -15,7 +15,6 @@ The families, in the order of this file:
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from pagoda.common.models import hf_config
 from pagoda.common.models.families.experts import (
@@ -77,6 +76,12 @@ def deepseek_v3(config: HfConfig, default_dense: int = 3, eps: float = 1e-6) -> 
     interleaved = config.opt("rope_interleave", bool, True)
     config.ignore("num_nextn_predict_layers")  # These layers only propose drafts.
     return _model(config, latent_attention(config, interleaved), sigmoid_ffns(config, default_dense), eps=eps)
+
+
+def _glm4_moe_lite(config: HfConfig) -> ModelSpec:
+    if "mlp_layer_types" not in config:
+        config.expect("first_k_dense_replace", 1)  # transformers' class does not read it.
+    return deepseek_v3(config, default_dense=1, eps=1e-5)
 
 
 def deepseek_v32(config: HfConfig, *, interleaved: bool = False, eps: float = 1e-6) -> ModelSpec:
@@ -192,7 +197,7 @@ _IGNORED = ("*.rotary_emb.inv_freq", "lm_head.weight", "model.layers.61.*")
 DEEPSEEK_V3 = Family(deepseek_v3, DEEPSEEK_RULES, ignored=_IGNORED)
 DEEPSEEK_V32 = Family(deepseek_v32, (*DEEPSEEK_RULES, *INDEXER_RULES), ignored=_IGNORED)
 GLM4_MOE_LITE = Family(
-    partial(deepseek_v3, default_dense=1, eps=1e-5),
+    _glm4_moe_lite,
     DEEPSEEK_RULES,
     ignored=("*.rotary_emb.inv_freq", "lm_head.weight", "model.layers.47.*"),
 )
@@ -316,6 +321,7 @@ PANGU_ULTRA = Family(
 
 def _mistral_large3(config: HfConfig) -> ModelSpec:
     config.expect("scoring_func", "softmax")
+    config.expect("num_nextn_predict_layers", 0)
     config.ignore("topk_method", "routing_method_type", "ep_size", "seq_aux", "aux_loss_alpha")
     attention = _mistral_attention(config)
     groups = ExpertGroups(config.opt_size("n_group", 1), config.opt_size("topk_group", 1), "best_two")

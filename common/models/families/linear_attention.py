@@ -234,8 +234,8 @@ def _olmo_hybrid(config: HfConfig) -> ModelSpec:
 def _olmo_hybrid_attention(config: HfConfig, norm: Norm) -> Attention:
     width = config.size("hidden_size")
     bias = config.opt("attention_bias", bool, False)
-    rope = config.opt("rope_parameters", dict, {})
-    if "rope_theta" not in config and rope.get("rope_theta") is None:
+    rope = config.opt("rope_parameters", dict, {"rope_theta": config.opt("rope_theta", float, 0.0)})
+    if not rope.get("rope_theta"):
         attention = grouped_attention(config, width, None)
     else:
         attention = rotary_attention(config, width, theta=500_000.0)

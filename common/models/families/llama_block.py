@@ -172,7 +172,17 @@ def _iquestcoder(config: HfConfig) -> ModelSpec:
     return _llama_like(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.opt("mlp_bias", bool, False))
 
 
+def ernie_keys(config: HfConfig) -> None:
+    """Check the keys of Ernie 4.5's own code: positions are whole and of one axis, norms are RMSNorm."""
+    config.expect("compression_ratio", 1.0)
+    config.expect("use_rmsnorm", True)
+    config.expect("rope_3d", False)
+    # The first means nothing without rope_3d, the second nothing without biases.
+    config.ignore("freq_allocation", "weight_share_add_bias")
+
+
 def _ernie(config: HfConfig) -> ModelSpec:
+    ernie_keys(config)
     config.default("rms_norm_eps", 1e-5)
     bias = config.opt("use_bias", bool, False)
     return _llama_like(

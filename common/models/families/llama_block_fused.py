@@ -235,6 +235,7 @@ def _glm_model(config: HfConfig, norms: Norms, final_norm: Norm) -> ModelSpec:
 
 
 def _chatglm(config: HfConfig) -> ModelSpec:
+    config.expect("num_hidden_layers", config.size("num_layers"))
     for key, supported in (
         ("add_bias_linear", False),
         ("apply_residual_connection_post_layernorm", False),

@@ -41,7 +41,13 @@ from pagoda.common.models.families.experts import (
     shared_rules,
 )
 from pagoda.common.models.families.gpt_block import COHERE2
-from pagoda.common.models.families.llama_block import GRANITE, HUNYUAN_RULES, HUNYUAN_UNUSED, hunyuan_attention
+from pagoda.common.models.families.llama_block import (
+    GRANITE,
+    HUNYUAN_RULES,
+    HUNYUAN_UNUSED,
+    ernie_keys,
+    hunyuan_attention,
+)
 from pagoda.common.models.family import (
     ATTENTION_RULES,
     EMBED_RULES,
@@ -379,6 +385,7 @@ GRANITE_MOE_SWA = replace(
 
 
 def _ernie_moe(config: HfConfig) -> ModelSpec:
+    ernie_keys(config)
     layers = config.size("num_hidden_layers")
     bias = config.opt("use_bias", bool, False)
     config.expect("moe_norm_min", 1e-12)  # No sum of softmax scores is less.

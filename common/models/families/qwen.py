@@ -47,6 +47,7 @@ def _qwen2(config: HfConfig) -> ModelSpec:
 
 
 def _mimo(config: HfConfig) -> ModelSpec:
+    config.expect("use_mrope", False)
     config.ignore("num_nextn_predict_layers")  # These layers only propose drafts.
     return _qwen2(config)
 

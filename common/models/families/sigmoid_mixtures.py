@@ -143,13 +143,14 @@ EXAONE_MOE = Family(
 
 # Training, the dtype of scores that are float32 here, layers that propose drafts.
 _BAILING_UNUSED = (
-    *("router_dtype", "multi_gate", "mtp_loss_scaling_factor", "num_nextn_predict_layers"),
+    *("router_dtype", "multi_gate", "moe_aux_loss_lambda", "mtp_loss_scaling_factor", "num_nextn_predict_layers"),
     *("use_rmsnorm", "norm_softmax", "router_type", "rotary_type"),
 )
 
 
 def _bailing(config: HfConfig, *, scores: str, shared_width_is_whole: bool = False) -> ModelSpec:
     name_keys(config, scores)
+    config.expect("use_sliding_window", False)
     if "rotary_dim" in config and "head_dim" in config:
         config.default("partial_rotary_factor", config.size("rotary_dim") / config.size("head_dim"))
     bias = config.opt("use_bias", bool, False)

@@ -588,6 +588,7 @@ def _zamba2_attention(config: HfConfig) -> Attention:
     head_dim = 2 * config.size("hidden_size") // heads
     config.expect("attention_head_dim", head_dim)
     config.expect("head_dim", head_dim)
+    config.default("intermediate_size", 4 * config.size("hidden_size"))
     rotary = config.opt("use_mem_rope", bool, False)
     if not rotary:
         config.ignore("rope_theta", "rope_scaling", "rope_parameters")

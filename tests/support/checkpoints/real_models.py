@@ -36,4 +36,13 @@ def _real(entry: dict[str, Any]) -> Real:
     return Real(config, entry["parameters"], kv_bytes, entry["source"])
 
 
+def _file(entry: dict[str, Any]) -> Real:
+    kv_bytes = eval(entry["kv_bytes"], {"__builtins__": {}})
+    return Real(entry["config"], entry["parameters"], kv_bytes, "github.com/ai-dynamo/aiconfigurator")
+
+
+_FILES: Final = json.loads((DATA / "hub_configs" / "aiconfigurator.json").read_text())
+FOUND: Final = {name: _file(entry) for name, entry in _FILES.items() if entry["parameters"] is not None}
+"""Whole config.json files of released models, as a public repository has them, without quantisation and media."""
+
 REAL: Final = {name: _real(entry) for name, entry in json.loads((DATA / "real_models.json").read_text()).items()}

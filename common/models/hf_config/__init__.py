@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final, TypeVar
 
 from pagoda.common.errors import ModelError
+from pagoda.common.models.hf_config.known_keys import UNKNOWN, Origin
 from pagoda.common.models.rope import (
     DynamicScaling,
     LinearScaling,
@@ -33,7 +34,7 @@ HARMLESS: Final = (
     # Origin of the file.
     *("*name_or_path", "_commit_hash", "architectures", "model_type", "auto_map", "transformers*", "unsloth*"),
     *("is_llama_config", "torch_dtype", "dtype", "xla_device", "_pre_quantization_dtype", "custom_pipelines"),
-    *("model_name", "pipeline_tag", "license", "framework"),
+    *("_from_model_config", "model_name", "pipeline_tag", "license", "framework"),
     # Implementation, not maths.
     *("*attn_implementation*", "*experts_implementation*", "*flash_attn*", "*flash_attention*", "*xformers*"),
     *("use_cache", "cache_implementation", "num_logits_to_keep", "logits_to_keep"),
@@ -55,30 +56,6 @@ HARMLESS: Final = (
     *("encoder_no_repeat_ngram_size", "early_stopping", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
     *("num_return_sequences", "remove_invalid_values"),
 )
-
-_OFF: Final[tuple[object, ...]] = (False,)
-OFF_VALUES: Final[dict[str, tuple[object, ...]]] = {
-    **dict.fromkeys(
-        (
-            *("add_cross_attention", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder"),
-            *("torchscript", "use_bfloat16", "rope_interleaved", "use_mrope"),
-            *("attention_bias", "qkv_bias", "mlp_bias", "lm_head_bias", "use_bias", "bias"),
-            *("use_qk_norm", "qk_layernorm", "use_sliding_window", "norm_head", "use_moe", "use_mup"),
-            *("parallel_attn", "use_parallel_residual", "alibi", "multi_query"),
-        ),
-        _OFF,
-    ),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0,)),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "num_nextn_predict_layers"), (0,)),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), (1.0,)),
-    "cross_attention_hidden_size": _OFF,
-    "pruned_heads": ({},),
-    "shared_expert_intermediate_size": (0,),
-}
-"""Key of an optional mechanism -> values that mean it is off, accepted in any family that does not read the key."""
-
-_WINDOW_KEYS: Final = ("sliding_window", "max_window_layers")
-"""Keys that mean nothing if `use_sliding_window` is false."""
 
 _ACTIVATIONS: Final[dict[str, Activation]] = {
     "silu": "silu",
@@ -123,8 +100,19 @@ class HfConfig:
     Every error is a ModelError naming the key and the model type.
     """
 
-    def __init__(self, values: Mapping[str, Any], *, label: str | None = None, path: tuple[str, ...] = ()) -> None:
-        self._values = values
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        *,
+        label: str | None = None,
+        path: tuple[str, ...] = (),
+        origin: Origin | None = None,
+    ) -> None:
+        self._origin = origin or Origin(file={}, text={})
+        self._known = self._origin.known
+        self._defaults = self._origin.defaults
+        self._file = values
+        self._values: Mapping[str, Any] = {**self._aliased(values), **values}
         self._label = label or f"model type {values.get('model_type', 'unknown')!r}"
         self._path = path  # Keys from the top of the file to this object.
         self._read: set[str] = set()
@@ -142,27 +130,30 @@ class HfConfig:
         for name in (key, *aliases):
             if name in self:
                 return self._typed(name, kind)
+        for name in (key, *aliases):
+            if self._has_default(name):
+                return self._typed(name, kind)
         raise self.error(key, "is missing")
 
     def opt(self, key: str, kind: type[T], default: T) -> T:
-        """Return the value, or `default` if the key is absent or null."""
+        """Return the value, that of transformers' class if the key is absent, or `default`."""
         self._read.add(key)
-        return self._typed(key, kind) if key in self else default
+        return default if self._value(key) is None else self._typed(key, kind)
 
     def nullable(self, key: str, kind: type[T], default: T | None = None) -> T | None:
-        """Return the value, None if it is null, `default` if the key is absent."""
+        """Return the value, None if it is null; if the key is absent that of transformers' class, or `default`."""
         self._read.add(key)
-        if key not in self._values:
+        if key not in self._values and not self._has_default(key):
             return default
-        return self._typed(key, kind) if key in self else None
+        return None if self._value(key) is None else self._typed(key, kind)
 
     def is_number(self, key: str) -> bool:
         """Return whether the value is a number, where a list may stand for one."""
-        return isinstance(self._values.get(key), int | float)
+        return isinstance(self._value(key), int | float)
 
     def is_text(self, key: str) -> bool:
         """Return whether the value is a string, where a list may stand for one."""
-        return isinstance(self._values.get(key), str)
+        return isinstance(self._value(key), str)
 
     def size(self, key: str, *aliases: str) -> int:
         """Return a required integer of at least 1."""
@@ -174,7 +165,7 @@ class HfConfig:
 
     def auto_size(self, key: str, default: int) -> int:
         """Return an optional integer of at least 1, `default` also if it is "auto"."""
-        if self._values.get(key) != "auto":
+        if self._value(key) != "auto":
             return self.opt_size(key, default)
         self._read.add(key)
         return default
@@ -195,12 +186,13 @@ class HfConfig:
         return None if window is None else self._positive("sliding_window", window)
 
     def expect(self, key: str, *allowed: object) -> None:
-        """Raise ModelError unless the value is allowed, absent or null."""
+        """Raise ModelError unless the value, or that of transformers' class if it is absent, is allowed or null."""
         self._read.add(key)
-        if key in self and self._values[key] not in allowed:
+        value = self._value(key)
+        if value is not None and value not in allowed:
             # Lists have an item per layer and would be long.
             choices = " or ".join(reprlib.repr(value) for value in allowed)
-            raise self.error(key, f"is {reprlib.repr(self._values[key])}; only {choices} is supported")
+            raise self.error(key, f"is {reprlib.repr(value)}; only {choices} is supported")
 
     def ignore(self, *keys: str) -> None:
         """Mark keys as read that do not change this family's maths."""
@@ -210,12 +202,14 @@ class HfConfig:
         """Take the value of `key`, if it is absent, from the first of these older names that is present."""
         self._read.update(names)
         value = next((self._values[name] for name in names if name in self), None)
+        if value is None and not self._has_default(key):
+            value = next((self._defaults[name] for name in names if self._has_default(name)), None)
         if key not in self and value is not None:
             self._values = {**self._values, key: value}
 
     def default(self, key: str, value: object) -> None:
-        """Take `value` for `key` if it is absent: for keys that shared readers require."""
-        if key not in self:
+        """Take `value` for `key` if it is absent and transformers' class has no default: for shared readers."""
+        if key not in self and not self._has_default(key):
             self._values = {**self._values, key: value}
 
     def set(self, key: str, value: object) -> None:
@@ -225,27 +219,49 @@ class HfConfig:
     def section(self, key: str) -> HfConfig | None:
         """Return a reader of a nested object, to be finished separately; None if absent."""
         self._read.add(key)
-        if key not in self:
+        values = self.opt(key, dict, {})
+        if key not in self and not values:
             return None
-        return HfConfig(self._typed(key, dict), label=f"{key}, {self._label}", path=(*self._path, key))
+        return HfConfig(values, label=f"{key}, {self._label}", path=(*self._path, key))
 
     def finish(self) -> None:
         """Raise ModelError naming every unread key that could matter, and the override that drops it."""
-        for key in sorted(OFF_VALUES.keys() - self._read):
-            try:
-                self.expect(key, *OFF_VALUES[key])
-            except ModelError as error:
-                raise ModelError(f"{error}; if it does not change the result: {self._without((key,))}") from None
         if self._values.get("use_sliding_window") is False:
-            self.ignore(*_WINDOW_KEYS)
+            self.ignore("sliding_window", "max_window_layers")
         types = self._values.get("layer_types")
         if "layer_types" not in self._read and isinstance(types, list) and types == ["full_attention"] * len(types):
             self.ignore("layer_types")
-        unread = sorted(key for key in self._values if key in self and key not in self._read and not _is_harmless(key))
-        if unread:
+        problems = dict(self._problems())
+        for key, problem in problems.items():
+            if problem != UNKNOWN:
+                remedy = f"if it does not change the result: {self._without((key,))}"
+                raise ModelError(f"{self.error(key, problem)}; {remedy}")
+        if unread := list(problems):
             noun, pronoun = ("key", "it does") if len(unread) == 1 else ("keys", "they do")
-            problem = self.error(", ".join(unread), f"unknown {noun} that could change the result")
-            raise ModelError(f"{problem}; if {pronoun} not: {self._without(unread)}")
+            unknown = self.error(", ".join(unread), f"unknown {noun} that could change the result")
+            raise ModelError(f"{unknown}; if {pronoun} not: {self._without(unread)}")
+
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        """Yield the unread keys of the file that are refused, with the reason."""
+        for key in sorted(self._file.keys() - self._read):
+            value = self._file[key]
+            if value is None or is_harmless(key):
+                continue
+            if any(name in self._read and value == self._values[name] for name in self._known.partners(key)):
+                continue
+            if (problem := self._origin.problem(key, value)) is not None:
+                yield key, problem
+
+    def _aliased(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of keys that the file has under another name of transformers' class."""
+        other = {name: key for key in values for name in self._known.partners(key)}
+        return {name: values[key] for name, key in other.items() if values[key] is not None}
+
+    def _has_default(self, key: str) -> bool:
+        """Return whether the file lacks a key for which transformers' class has a value."""
+        if key == "rope_parameters" and not self._values.keys().isdisjoint(("rope_scaling", "rope_theta")):
+            return False
+        return key not in self._values and key in self._defaults
 
     def _without(self, keys: Sequence[str]) -> str:
         """Return the flag that sets these keys to null."""
@@ -291,8 +307,12 @@ class HfConfig:
             raise self.error(key, f"is {shown}; it must be at most {limit}")
         return value
 
+    def _value(self, key: str) -> Any:
+        """Return the value of the file, that of transformers' class if the key is absent, or None."""
+        return self._defaults[key] if self._has_default(key) else self._values.get(key)
+
     def _typed(self, key: str, kind: type[T]) -> T:
-        value = self._values[key]
+        value = self._value(key)
         if isinstance(value, int) and not isinstance(value, bool) and kind in (int, float):
             value = kind(self._bounded(key, value, kind))
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -309,7 +329,8 @@ def _limit(key: str) -> int:
     return MAX_LENGTH if key in _LENGTHS else MAX_SIZE
 
 
-def _is_harmless(key: str) -> bool:
+def is_harmless(key: str) -> bool:
+    """Return whether a key never changes a forward pass, in any family."""
     return any(fnmatchcase(key, pattern) for pattern in HARMLESS)
 
 
