@@ -60,7 +60,7 @@ def read_stacks() -> dict[str, Stack]:
 def stands_alone(layer: Layer) -> bool:
     """Return whether a layer depends on no other one."""
     shares = any(getattr(mixer, "shares_cache_of", None) is not None for mixer in layer.mixers)
-    return not (shares or layer.blend or layer.block)
+    return not any(mixer.shares_selection for mixer in layer.mixers) and not (shares or layer.blend or layer.block)
 
 
 def random_weights(spec: ModelSpec, seed: int) -> Iterator[Weight]:
