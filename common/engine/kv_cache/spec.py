@@ -91,7 +91,7 @@ def per_pool(numbers: Iterable[int]) -> str:
 
 def block_kind(spec: CacheSpec) -> CacheSpec:
     """Return the spec that stands for all caches with the same blocks."""
-    return FullCache(spec.kv_heads, spec.head_dim) if isinstance(spec, WindowCache) else spec
+    return FullCache(spec.kv_heads, spec.head_dim, spec.value_dim) if isinstance(spec, WindowCache) else spec
 
 
 def kv_layout(
@@ -134,7 +134,7 @@ def layout_of(kinds: Mapping[CacheSpec, Sequence[int]], block_size: int) -> KvLa
 def _one_group(caches: tuple[CacheSpec, ...]) -> KvGroup:
     """Every layer, keeping every token."""
     keyed = [cache for cache in caches if isinstance(cache, FullCache | WindowCache)]
-    full_specs = {FullCache(cache.kv_heads, cache.head_dim) for cache in keyed}
+    full_specs = {FullCache(cache.kv_heads, cache.head_dim, cache.value_dim) for cache in keyed}
     if len(full_specs) != 1 or len(keyed) < len(caches):
         raise ConfigError(
             "--disable-hybrid-kv-cache-manager",

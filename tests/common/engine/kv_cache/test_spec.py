@@ -114,6 +114,13 @@ def test_a_pool_has_blocks_of_one_kind():
         KvLayout((replace(mixed[0], pool=1),), 4)
 
 
+def test_windows_share_the_blocks_of_full_caches_with_values_as_wide():
+    window = WindowCache(2, 12, 9, value_dim=8)
+    apart = layout_of({window: [0], FullCache(2, 12): [1]}, 4)
+    assert [pool.block_elements for pool in apart.pools] == [2 * (12 + 8) * 4, 2 * (12 + 12) * 4]
+    assert len(layout_of({window: [0], FullCache(2, 12, 8): [1]}, 4).pools) == 1
+
+
 def test_blocks_of_a_cache():
     assert FullCache(3, 5).block_elements(7) == WindowCache(3, 5, 9).block_elements(7) == 2 * 3 * 5 * 7
     assert LatentCache(32, 8).block_elements(5) == 40 * 5
