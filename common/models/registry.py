@@ -117,6 +117,7 @@ ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
     "MiniCPMForCausalLM": ("llama_block", "MINICPM"),
     "MiniMaxForCausalLM": ("linear_attention", "MINIMAX"),
     "MiniMaxM2ForCausalLM": ("sigmoid_mixtures", "MINIMAX_M2"),
+    "MiniMaxM3ForCausalLM": ("sigmoid_mixtures", "MINIMAX_M3"),
     "MiniMaxM3SparseForCausalLM": ("sigmoid_mixtures", "MINIMAX_M3"),
     "MiniMaxText01ForCausalLM": ("linear_attention", "MINIMAX"),
     "Ministral3ForCausalLM": ("llama_block", "MINISTRAL3"),

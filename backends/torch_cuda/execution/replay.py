@@ -99,7 +99,7 @@ def plan_decodes(size: int, drafts: int, *, has_drafts: bool) -> ReplayPlan:
 class RuleCall:
     """The rows of one call of a rule; those of a sequence stand side by side."""
 
-    tokens: Tensor  # int32 [R]: the step's token; of an input that runs again any
+    tokens: Tensor  # int32 [R]: tokens of the step; rows of inputs that run again name any token
     query_start: Tensor  # int32 [S+1]
     kv_lens: Tensor  # int32 [S]: tokens of each sequence up to its last row
     chunks: Tensor  # int32 [n, 2] of upper bounds

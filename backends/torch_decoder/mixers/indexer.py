@@ -67,6 +67,7 @@ class TokenSelector:
         keys = self.project.keys(x, rotate)
         queries = self.queries(x, low_rank, rotate)
         masks = batch.selection
+        masks.clear()  # Of an earlier indexer, which may select fewer tokens.
         for group in batch.groups:
             if group.length > self.spec.top_k:
                 seen = torch.ones(group.length, group.length, dtype=torch.bool, device=x.device).tril()

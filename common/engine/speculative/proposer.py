@@ -201,7 +201,7 @@ def draft_room(batch: RunningBatch, rows: Int32, limits: Limits) -> Int32:
     """Return how many drafts each of `rows` may have in the next step, within its length and the token budget.
 
     Rows that compute their newest token have drafts, once no sampling rule depends on the number of their tokens.
-    Recurrent state is kept after newest tokens: none of them may be beyond a border that no step has reached.
+    No draft is computed where accepting it would pass the next border: copies of recurrent state lack no token.
     """
     total = batch.total[rows]
     single = (total - batch.computed[rows] == 1) & (total < batch.limit[rows])

@@ -315,8 +315,9 @@ def in_mtp_module(target: ModelSpec, family: Family, count: int) -> DrafterFamil
 
 
 def _drafter(target: ModelSpec, inputs: JoinedInputs, *, normed: bool) -> FeatureDrafter:
-    """Return a drafter with the last layer of `target`."""
-    model = replace(target, layers=target.layers[-1:], head_bias=False)
+    """Return a drafter with the last layer of `target` that shares no selection of another one."""
+    alone = [layer for layer in target.layers if not any(mixer.shares_selection for mixer in layer.mixers)]
+    model = replace(target, layers=tuple(alone[-1:]), head_bias=False)
     return FeatureDrafter(model, inputs, source_width=target.width, chains_normed=normed)
 
 

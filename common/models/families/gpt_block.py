@@ -687,7 +687,7 @@ def _cohere_model(config: HfConfig, mixers: Iterable[Attention]) -> ModelSpec:
     return replace(
         spec,
         logit_scale=config.opt("logit_scale", float, 0.0625),
-        # Command R states a shorter `max_position_embeddings`, of its training, which bounds nothing: RoPE is unscaled.
+        # Command R also states the shorter length of its training; RoPE is unscaled, so that it is no limit.
         max_positions=config.opt_size("model_max_length", spec.max_positions),
     )
 

@@ -217,6 +217,7 @@ def _axk1(config: HfConfig) -> ModelSpec:
 
 
 def _glm5(config: HfConfig) -> ModelSpec:
+    config.expect("num_experts", config.size("n_routed_experts"))
     config.expect("indexer_rope_interleave", True)
     config.ignore("index_share_for_mtp_iteration")  # This concerns layers that only propose drafts.
     config.expect("moe_router_dtype", "float32")

@@ -606,6 +606,7 @@ OLMO3 = replace(OLMO2, build=_olmo3)
 
 
 def _exaone4(config: HfConfig) -> ModelSpec:
+    config.ignore("num_nextn_predict_layers")
     norm = rms_norm(config, 1e-5)
     ffn = gated_mlp(config)
     norms = Norms(after_mixer=norm, after_ffn=norm)
@@ -655,7 +656,11 @@ EXAONE = Family(
     ),
     ignored=("*.rotary.inv_freq", "*.rotary_emb.inv_freq", "lm_head.weight"),
 )
-EXAONE4 = Family(_exaone4, (*EMBED_RULES, *ATTENTION_RULES, *QK_NORM_RULES, *MLP_RULES, *FOUR_NORM_RULES))
+EXAONE4 = Family(
+    _exaone4,
+    (*EMBED_RULES, *ATTENTION_RULES, *QK_NORM_RULES, *MLP_RULES, *FOUR_NORM_RULES),
+    ignored=("*.rotary_emb.inv_freq", "lm_head.weight", "mtp.*"),  # The module `mtp` only proposes drafts.
+)
 
 
 # PLaMo 3.

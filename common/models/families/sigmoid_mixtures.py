@@ -14,8 +14,8 @@ The families, in the order of this file:
 - `HYV3ForCausalLM`: Hunyuan 3 (Hy3): norms on q and k before RoPE, experts with sigmoid scores after a dense layer.
 - `MiniMaxM2ForCausalLM`: MiniMax-M2: norms on the whole projections of q and k, experts with sigmoid scores and a score
   correction.
-- `MiniMaxM3SparseForCausalLM`: MiniMax-M3: attention to blocks that an indexer selects, experts with a clamped gate
-  after leading dense layers.
+- `MiniMaxM3SparseForCausalLM`, `MiniMaxM3ForCausalLM`: MiniMax-M3: attention to blocks that an indexer selects, experts
+  with a clamped gate after leading dense layers.
 - `MiMoV2FlashForCausalLM`, `MiMoV2ForCausalLM`: MiMo-V2: value heads narrower than keys; windowed layers have sinks, KV
   heads and RoPE of their own; experts.
 - `Step3p5ForCausalLM`: Step 3.5: windows with more heads in most layers, an output gate per head, experts whose gates
@@ -392,6 +392,8 @@ def _minimax_m3(config: HfConfig) -> ModelSpec:
     dense, moe = _m3_ffns(config)
     mixers = [sparse if kind == "minimax_m3_sparse" else full for kind in kinds]
     ffns: list[Ffn] = [moe if kind == "sparse" else dense for kind in config.ffn_kinds(layers, ["sparse"] * layers)]
+    config.expect("first_k_dense_replace", next((layer for layer, ffn in enumerate(ffns) if ffn is moe), layers))
+    config.expect("moe_intermediate_size", config.size("intermediate_size"))
     return pre_norm_decoder(config, mixers, ffns, rms_norm(config, 1e-6, unit_offset=True))
 
 

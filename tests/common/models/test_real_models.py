@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
 from support.checkpoints.real_models import FOUND, REAL, Real
-from support.servers.hub_configs import SAVED
+from support.servers.hub_configs import GENERATORS, SAVED
 from support.suite.rows import each_row
 
 from pagoda.common.errors import ModelError
+from pagoda.common.models.drafters import FeatureDrafter
+from pagoda.common.models.families.drafters import mtp_drafter
 from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
@@ -34,9 +37,9 @@ def test_files_as_they_are_on_the_hub(name: str) -> None:
     check(FOUND[name], FOUND[name].config)
 
 
-def test_sixty_seven_files_of_eighty_six_are_accepted() -> None:
-    """The others wait for DeepSeek-V4, Kimi K3, GLM-5.2, Nemotron 3 Super and Ultra, Step 3.7 and MiniMax-M3."""
-    assert len(FOUND) >= 67
+def test_seventy_seven_files_of_eighty_six_are_accepted() -> None:
+    """The others wait for DeepSeek-V4 (6), Kimi K3, and Step 3.7 in a flat form (2)."""
+    assert len(FOUND) >= 77
 
 
 def test_sixty_models_are_written_down() -> None:
@@ -51,6 +54,23 @@ def test_indexers_of_glm_are_stated_in_three_ways() -> None:
     for stated in ({"index_topk_pattern": letters}, {}):  # A period and where it begins are in the file, too.
         rest = {key: value for key, value in config.items() if key != "indexer_types"}
         assert spec_from_config({**rest, **stated})[0] == expected
+
+
+def test_the_drafting_layer_of_glm_has_an_indexer_of_its_own() -> None:
+    """Its last layer shares a selection."""
+    config = REAL["GLM-5.2"].config
+    target, family = spec_from_config(config)
+    drafter = mtp_drafter(config, ["model.layers.78.eh_proj.weight"], target, family).drafter
+    assert isinstance(drafter, FeatureDrafter)
+    assert [mixer.shares_selection for mixer in drafter.model.mixers] == [False]
+    assert len(drafter.caches) == 2
+
+
+def test_the_drafting_module_of_exaone_is_left_out() -> None:
+    config = GENERATORS["EXAONE-4.0-32B"]
+    spec, family = spec_from_config({**config, "num_nextn_predict_layers": 1})
+    assert spec == spec_from_config(config)[0]
+    assert any(fnmatch("mtp.layers.0.mlp.up_proj.weight", pattern) for pattern in family.ignored)
 
 
 @each_row(

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.engines.backend_options import make_options, make_pooling_options
@@ -14,9 +15,13 @@ from support.engines.reference_engine import LIMITS, assert_naive_tokens, engine
 from support.kernels.paged_model import PagedModel
 
 from pagoda.backends.reference.model.naive.model import NaiveModel
+from pagoda.backends.reference.model.numerics import numerics
+from pagoda.backends.reference.pooling import Encoder, make_packed
+from pagoda.backends.reference.weights.load import Packer
 from pagoda.backends.registry import load_backend
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.engine.kv_cache.spec import KvGroup, kv_layout
+from pagoda.common.engine.pooling.values import PoolPlan
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.models.mixers import Attention, Indexer, LatentAttention, Mixer
 from pagoda.common.models.mixers.caches import IndexCache, LatentCache
@@ -88,6 +93,19 @@ def test_the_selection_matters_in_the_step_loop() -> None:
     dense = model(LATENT, LATENT, LATENT)
     weights = ((name, array) for name, array in random_weights(SPARSE) if name in params(dense))
     assert [NaiveModel(dense, weights, max_len=LIMITS.max_model_len).greedy(prompt, 9)] != sparse
+
+
+@pytest.mark.parametrize("selected", [(5, 20), (20, 5), (9, 9)])
+def test_an_indexer_that_selects_all_tokens_of_a_prompt_forgets_the_selection_before(selected: tuple[int, int]) -> None:
+    """Within whole prompts, as pooling computes them."""
+    spec = model(*(replace(LATENT, indexer=replace(INDEXER, top_k=number)) for number in selected))
+    ids = [(7 * number + 3) % 90 for number in range(15)]
+    numbers = numerics("float32")
+    encoder = Encoder(spec, Packer(spec, numbers).pack(random_weights(spec)), numbers, 32)
+    plan = PoolPlan(np.array(ids, np.int32), np.array([0, len(ids)], np.int32), None, ())
+    with torch.inference_mode():
+        logits = encoder.hidden(make_packed(plan)) @ torch.from_numpy(dict(random_weights(spec))["head"]).T
+    torch.testing.assert_close(logits, NaiveModel(spec, random_weights(spec)).logits(ids), atol=1e-5, rtol=1e-5)
 
 
 def test_the_keys_of_an_indexer_have_a_cache_of_their_own() -> None:
