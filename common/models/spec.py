@@ -415,11 +415,11 @@ class ModelSpec:
         for index, layer in enumerate(self.layers):
             for mixer in layer.mixers:
                 if not mixer.shares_selection:
-                    selected = mixer.top_k or selected
-                elif mixer.top_k != selected:
+                    selected = mixer.selected_tokens or selected
+                elif mixer.selected_tokens != selected:
                     raise ModelError(
-                        f"layer {index} shares the selection of {mixer.top_k} tokens of a layer before it, where the "
-                        f"last indexer selects {selected}"
+                        f"layer {index} shares the selection of {mixer.selected_tokens} tokens of a layer before it, "
+                        f"where the last indexer selects {selected}"
                     )
 
     def _check_blend(self, index: int, layer: Layer) -> None:
@@ -473,7 +473,10 @@ class ModelSpec:
     @property
     def shared_top_k(self) -> int | None:
         """The least number of tokens selected for layers that share a selection; None: no layer shares any."""
-        return min((mixer.top_k for mixer in self.mixers if mixer.shares_selection and mixer.top_k), default=None)
+        return min(
+            (mixer.selected_tokens for mixer in self.mixers if mixer.shares_selection and mixer.selected_tokens),
+            default=None,
+        )
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

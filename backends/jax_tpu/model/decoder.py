@@ -200,11 +200,11 @@ class JaxDecoder(nnx.Module):
 
     def _with_selection(self, caches: Caches, step: AnyStep, tokens: int) -> Caches:
         """Return the caches, followed by the selection of tokens that layers share, if any do in this step's shape."""
-        top_k = self.spec.shared_top_k
-        if top_k is None:
+        selected = self.spec.shared_top_k
+        if selected is None:
             return caches
         selection = None
-        if step.max_context > top_k:
+        if step.max_context > selected:
             selection = SelectedTokens.unselected(
                 tokens=tokens,
                 seqs=step.shape.seqs,
@@ -309,7 +309,10 @@ class SegmentLayers(nnx.Module):
         carried = () if spec.shared_top_k is None else (len(cache_index.stacks),)  # the selection follows the arrays
         self.arrays = tuple(  # [block][mixer]: numbers of the arrays
             tuple(
-                (*(array for n in caches for array in cache_index.arrays[n]), *(carried if mixer.top_k else ()))
+                (
+                    *(array for n in caches for array in cache_index.arrays[n]),
+                    *(carried if mixer.selected_tokens else ()),
+                )
                 for mixer, caches in zip(layer.mixers, mixers)
             )
             for layer, mixers in zip(segment.block, numbers[0])

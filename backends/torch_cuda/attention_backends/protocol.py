@@ -235,7 +235,7 @@ def check_latent_limits(name: str, needs: AttentionRequirements, pages: tuple[in
             raise unsupported_error(
                 name, f"supports latents of 512 + 64 channels, this model's have {spec.latent_dim} + {spec.rope.dim}"
             )
-        if spec.top_k is not None:
+        if spec.selected_tokens is not None:
             raise unsupported_error(name, "does not attend to the tokens that this model's indexer selects")
     if needs.page not in pages:
         wanted = " or ".join(map(str, pages))

@@ -230,7 +230,7 @@ def _glm5(config: HfConfig) -> ModelSpec:
     def sharing(layer: Layer) -> Layer:
         (mixer,) = layer.mixers
         assert isinstance(mixer, LatentAttention), "all layers have latent attention"
-        return replace(layer, mixers=(replace(mixer, indexer=None, shared_top_k=mixer.top_k),))
+        return replace(layer, mixers=(replace(mixer, indexer=None, shared_top_k=mixer.selected_tokens),))
 
     layers = (sharing(layer) if kind == "shared" else layer for layer, kind in zip(spec.layers, kinds))
     return replace(spec, layers=tuple(layers))

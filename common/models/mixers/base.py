@@ -40,7 +40,7 @@ class MixerBase:
         return None
 
     @property
-    def top_k(self) -> int | None:
+    def selected_tokens(self) -> int | None:
         """The number of tokens that an indexer selects for each query to attend to; None: nothing is selected."""
         return None
 

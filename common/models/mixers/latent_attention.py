@@ -70,7 +70,7 @@ class LatentAttention(MixerBase):
         assert self.indexer is None or self.shared_top_k is None, "a layer has an indexer or shares a selection"
 
     @property
-    def top_k(self) -> int | None:
+    def selected_tokens(self) -> int | None:
         """The number of tokens that a query attends to; None: all before it."""
         return self.shared_top_k if self.indexer is None else self.indexer.top_k
 

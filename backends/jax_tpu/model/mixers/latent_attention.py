@@ -153,7 +153,7 @@ class JaxLatentAttention(MixerModule):
         latents = self._latents(x, rotations, step)
         if self.indexer is not None:
             caches = caches[0], self.indexer.store(x, caches[1], cache_index[2:], rotations, step), *caches[2:]
-        if spec.top_k is not None and step.max_context > spec.top_k:
+        if spec.selected_tokens is not None and step.max_context > spec.selected_tokens:
             selection, caches = self._select(x, low_rank, caches, cache_index, rotations, step)
             mixed, cache = self._attend_selected(q, latents, caches[0], cache_index, step, selection)
             attended = jnp.einsum("tnr,nvr->tnv", mixed, value_up)

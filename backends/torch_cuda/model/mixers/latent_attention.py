@@ -113,7 +113,7 @@ class CudaLatentAttention:
         assert isinstance(cache, CudaArrayCache), "latent attention keeps latents"
         q, latents, low_rank = self.project(x)
         self.project.write(q, latents, batch.positions, batch.groups[cache.group].slots, cache.array)
-        if self.spec.top_k is None:
+        if self.spec.selected_tokens is None:
             return self.out(self.project.gated(self._attend(q, batch, cache), x))
         if self.indexer is not None:
             batch.selection[:] = self._select(self.indexer, x, low_rank, batch, caches)
