@@ -85,7 +85,7 @@ BREADTH: Final = Set(
         ),
         Target(
             "families",
-            ("common/models/families/**/*.py", "common/models/hf_config.py"),
+            ("common/models/families/**/*.py", "common/models/hf_config/__init__.py"),
             tests=("tests/models/test_parity.py",),
         ),
         Target("weights", ("common/weights/*.py", "common/weights/gguf/**/*.py")),

@@ -6,7 +6,7 @@ defaults; `tools/known_keys.py` writes it. An absent key has the default. A key 
 1. and that has the default of its class is accepted: the family computes what the class does by default,
 2. and that has another value is refused if the class knows it, or if it switches on what other types have,
 3. and that no class knows is accepted if transformers' class is all that computes the checkpoint: no code of its own,
-   an architecture of this type, and a file that is not newer than the table, or a value of false,
+   an architecture of this type, and a file that is not newer than the table, or a value of false or 0,
 4. or, if the checkpoint has code of its own, where that only stores it; it is searched as text and never run.
 """
 
@@ -160,7 +160,7 @@ class Origin:
             return False
         version = self.file.get("transformers_version", self.text.get("transformers_version"))
         is_old = isinstance(version, str) and _release(version) <= _release(_table()["transformers"])
-        return is_old or value is False  # Whoever wrote the file: what false names is off.
+        return is_old or value is False or value == 0  # Whoever wrote the file: what it names is off, or there is none.
 
 
 def _equal(value: object, default: object) -> bool:

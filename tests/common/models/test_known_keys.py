@@ -79,7 +79,7 @@ def test_types_that_transformers_does_not_have() -> None:
         ({"swirl": 3, "transformers_version": "99.0.0"}, "swirl unknown key that could"),
         ({"swirl": 3, "transformers_version": "main"}, "swirl unknown key that could"),
         ({"swirl": False, "transformers_version": "99.0.0"}, None),  # Whoever wrote it, it is off.
-        ({"rope_interleaved": False, "transformers_version": None}, None),  # As converters write it.
+        ({"rope_interleaved": False, "swirls": 0, "transformers_version": None}, None),  # As converters write them.
         ({"swirl": 3, "transformers_version": None}, "swirl unknown key that could"),
         ({"swirl": 3, "architectures": ["AquilaForCausalLM"]}, "swirl unknown key that could"),
         ({"swirl": 3, "model_type": "aquila"}, "swirl unknown key that could"),
