@@ -96,7 +96,7 @@ def test_the_selection_matters_in_the_step_loop() -> None:
 
 
 @pytest.mark.parametrize("selected", [(5, 20), (20, 5), (9, 9)])
-def test_an_indexer_that_selects_all_tokens_of_a_prompt_forgets_the_selection_before(selected: tuple[int, int]) -> None:
+def test_a_prompt_has_the_selection_of_the_last_indexer_alone(selected: tuple[int, int]) -> None:
     """Within whole prompts, as pooling computes them."""
     spec = model(*(replace(LATENT, indexer=replace(INDEXER, top_k=number)) for number in selected))
     ids = [(7 * number + 3) % 90 for number in range(15)]

@@ -268,7 +268,7 @@ def test_hf_config_path(folder: Path, tmp_path: Path) -> None:
     [
         ({"quant_method": "aqlm", "bits": 2}, "aqlm"),
         ({"quant_method": "quip", "bits": 4}, "quip"),
-        ({}, "a method it does not name"),
+        ({"bits": 4}, "a method it does not name"),
     ],
 )
 def test_quantised_weights_name_method_and_remedy(details: dict[str, Any], method: str, tmp_path: Path) -> None:
