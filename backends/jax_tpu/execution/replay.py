@@ -49,7 +49,7 @@ class TokenRanges:
 
     @classmethod
     def of(cls, lengths: jax.Array, size: int) -> TokenRanges:
-        """Return the ranges of so many tokens of each sequence, int32 [S], in an array of `size`."""
+        """Return the ranges of sequences in an array of `size` tokens. lengths int32 [S]: their numbers of tokens."""
         ends = jnp.cumsum(lengths)
         query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), ends]).astype(jnp.int32)
         token = jnp.arange(size, dtype=jnp.int32)

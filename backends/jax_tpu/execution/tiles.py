@@ -19,7 +19,7 @@ _SUBLANES: Final = 8
 
 
 def tiled_shape(count: int) -> tuple[int, int]:
-    """Return the shape of a block's tiles that have room for so many numbers."""
+    """Return the shape [rows, 128] of the whole tiles that hold `count` numbers of a block."""
     return padded(-(-count // LANES), _SUBLANES), LANES
 
 
@@ -29,7 +29,7 @@ def read_tiles(stack: jax.Array, layer: jax.Array, blocks: jax.Array, shape: tup
 
 
 def write_tiles(stack: jax.Array, layer: jax.Array, blocks: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Return the stack with numbers [S, ...] in blocks int32 [S]; those of blocks that there are not are dropped."""
+    """Return the stack with numbers [S, ...] in blocks int32 [S]; numbers of blocks outside the stack are dropped."""
     flat = numbers.reshape(len(blocks), -1)
     room = stack.shape[2] * stack.shape[3]
     tiles = jnp.pad(flat, ((0, 0), (0, room - flat.shape[1]))).reshape(-1, *stack.shape[2:])

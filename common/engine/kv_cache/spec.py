@@ -99,8 +99,8 @@ def kv_layout(
 ) -> KvLayout:
     """Return the groups of a model's layers; those of a pool have equal size, but for the last one of a kind.
 
-    `drafter`: the caches of a drafter model, which are numbered after the model's own. `drafts`: at most so many in a
-    step, for which recurrent state has room.
+    `drafter`: the caches of a drafter model, which are numbered after the model's own. `drafts`: the most
+    drafts of a sequence in a step; a block of recurrent state has room for their inputs.
 
     The size is the smallest number of layers of any kind in the pool, so that no kind wastes more than one group's
     padding. `hybrid` False: one group, in which layers with a window keep every token. Raises ConfigError if the

@@ -160,7 +160,7 @@ class Origin:
             return False
         version = self.file.get("transformers_version", self.text.get("transformers_version"))
         is_old = isinstance(version, str) and _release(version) <= _release(_table()["transformers"])
-        return is_old or value is False or value == 0  # Whoever wrote the file: what it names is off, or there is none.
+        return is_old or value == 0  # False is 0, too. Whoever wrote the file: what it names is off, or there is none.
 
 
 def _equal(value: object, default: object) -> bool:
