@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from fakes import snapshots_every
-from support.engines.draft_runs import PATTERNS, Run, assert_equal, mixed, run
+from support.engines.draft_runs import DELTA_RULES, KEPT, PATTERNS, STATE_SPACES, Run, assert_equal, mixed, run, stacked
 from support.engines.reference_driver import tiny_spec
 from support.engines.replaying import Replaying
 from support.suite.rows import each_row
 
-from pagoda.common.models.mixers import (
-    GatedDelta,
-    KimiDelta,
-    LightningAttention,
-    Mamba,
-    Mamba2,
-    Mixer,
-    Recurrent,
-    ShortConvolution,
-)
-from pagoda.common.models.primitives import Norm
-from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import ModelSpec
 
-NORM = Norm(1e-6)
-MIXERS: dict[str, tuple[Recurrent, ...]] = {
-    "delta rules": (
-        GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=8, taps=4, norm=NORM),
-        KimiDelta(heads=2, head_dim=8, rank=5, taps=4, norm=NORM),
-        LightningAttention(8, (0.5, 0.1, 0.01, 0.2), NORM, groups=2, qk_norm=NORM, rope=Rope(1e4, 4)),
-    ),
-    "state spaces": (
-        Mamba2(heads=4, head_dim=8, groups=2, state_dim=8, taps=4, norm=NORM),
-        Mamba(channels=16, state_dim=8, step_rank=4, taps=4, part_norm=NORM),
-        ShortConvolution(channels=16, taps=3),
-    ),
-}
-KEPT = {"snapshots": snapshots_every(8)}
-
-
-def model(mixers: tuple[Recurrent, ...]) -> ModelSpec:
-    """A layer of attention, and one of each kind."""
-    spec = tiny_spec()
-
-    def layer(mixer: Mixer):
-        return replace(spec.layers[0], mixers=(mixer,))
-
-    return replace(spec, layers=(*map(layer, mixers), spec.layers[0]))
+MIXERS = {"delta rules": DELTA_RULES, "state spaces": STATE_SPACES}
 
 
 @pytest.fixture(scope="module", params=MIXERS)
 def spec(request: pytest.FixtureRequest) -> ModelSpec:
-    return model(MIXERS[request.param])
+    return stacked(*MIXERS[request.param], tiny_spec().layers[0].attention)
 
 
 @pytest.fixture(scope="module")

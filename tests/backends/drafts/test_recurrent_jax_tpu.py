@@ -13,9 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import support.devices.jax_devices
-from fakes import snapshots_every
 from support.engines.backend_options import make_options
-from support.engines.draft_runs import JAX_LIMITS, PATTERNS, Run, assert_equal, loaded_backend, mixed, requests, run
+from support.engines.draft_runs import (
+    DELTA_RULES,
+    EVERY_KIND,
+    JAX_LIMITS,
+    KEPT,
+    PATTERNS,
+    STATE_SPACES,
+    Run,
+    assert_equal,
+    loaded_backend,
+    mixed,
+    requests,
+    run,
+    stacked,
+)
 from support.engines.engine_runs import drained_tokens
 from support.engines.reference_driver import random_weights, tiny_spec
 from support.engines.replaying import Replaying, drafting
@@ -25,48 +38,17 @@ from pagoda.backends.jax_tpu.execution.replay import JaxReplay, StateRun
 from pagoda.backends.jax_tpu.model.mixers.convolution import convolve
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.spec import kv_layout
-from pagoda.common.models.mixers import (
-    GatedDelta,
-    KimiDelta,
-    LightningAttention,
-    Mamba,
-    Mamba2,
-    Mixer,
-    ShortConvolution,
-)
-from pagoda.common.models.primitives import Norm
-from pagoda.common.models.rope import Rope
-from pagoda.common.models.spec import ModelSpec
 from pagoda.kernels_pallas.recurrent_state import RecurrentBatch
 
-NORM = Norm(1e-6)
-KINDS: tuple[Mixer, ...] = (
-    GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4, norm=NORM),
-    KimiDelta(heads=2, head_dim=8, rank=5, taps=4, norm=NORM),
-    tiny_spec().layers[0].attention,
-    LightningAttention(8, (0.5, 0.1, 0.01, 0.2), NORM, groups=2, qk_norm=NORM, rope=Rope(1e4, 4)),
-    Mamba2(heads=4, head_dim=6, groups=2, state_dim=8, taps=4, norm=NORM),
-    Mamba(channels=24, state_dim=8, step_rank=3, taps=4, part_norm=NORM),
-    ShortConvolution(channels=24, taps=3),
-)
 NAMES = ["greedy", "logprobs", "seeded", "guided", "prompt logprobs", "filtered"]
-KEPT = {"snapshots": snapshots_every(8)}
 DRAFTS = 3
 assert support.devices.jax_devices.DEVICES >= 4
-
-
-def model(kinds: tuple[Mixer, ...]) -> ModelSpec:
-    layer = tiny_spec().layers[0]
-    return replace(tiny_spec(), layers=tuple(replace(layer, mixers=(kind,)) for kind in kinds))
-
-
-SPEC = model(KINDS)
 
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Run]:
     """Without drafts."""
-    yield run("reference", names=NAMES, spec=SPEC, **KEPT)
+    yield run("reference", names=NAMES, spec=EVERY_KIND, **KEPT)
     loaded_backend.cache_clear()
 
 
@@ -80,7 +62,7 @@ def test_drafts_change_no_token(plain: Run, pattern: str, ahead: bool) -> None:
     """With preemptions, prefix hits from copied states, chunks of prompts, and steps planned ahead."""
     proposer = Replaying(plain.tokens, PATTERNS[pattern], some_drafts)
     settings = {"max_drafts": DRAFTS, "async_scheduling": ahead, **KEPT}
-    ran = run("jax_tpu", proposer, NAMES, SPEC, num_blocks=14, **settings)
+    ran = run("jax_tpu", proposer, NAMES, EVERY_KIND, num_blocks=14, **settings)
     assert_equal(ran, plain)
     assert ran.drafted > 20
     assert (ran.accepted > 0) == (pattern != "wrong")
@@ -92,7 +74,7 @@ def test_drafts_change_no_token(plain: Run, pattern: str, ahead: bool) -> None:
 
 def test_two_shards_of_two_devices() -> None:
     """Heads in slots, attention, and channels whose sums cross the devices."""
-    spec = model((KINDS[0], KINDS[2], KINDS[5]))
+    spec = stacked(DELTA_RULES[0], tiny_spec().layers[0].attention, STATE_SPACES[1])
     names = [name for name in NAMES if name != "guided"]
     want = run("reference", names=names, spec=spec, **KEPT).tokens
     limits = replace(JAX_LIMITS, max_drafts=DRAFTS, **KEPT)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
+from fakes import snapshots_every
 from support.engines.backend_options import make_options
 from support.engines.reference_driver import random_weights, tiny_spec
 from support.engines.replaying import Replaying, Wrong, drafting
@@ -20,6 +21,18 @@ from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.steps.contract import PREVIOUS, StepPlan, StepResult
+from pagoda.common.models.mixers import (
+    GatedDelta,
+    KimiDelta,
+    LightningAttention,
+    Mamba,
+    Mamba2,
+    Mixer,
+    Recurrent,
+    ShortConvolution,
+)
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.rope import Rope
 from pagoda.common.models.spec import ModelSpec
 
 SPEC = tiny_spec(window=6)
@@ -162,3 +175,30 @@ PATTERNS: dict[str, Wrong] = {
     "wrong": lambda name, place: True,
     "mixed": mixed,
 }
+
+
+# Models with recurrent state.
+
+NORM = Norm(1e-6)
+DELTA_RULES: tuple[Recurrent, ...] = (
+    GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4, norm=NORM),
+    KimiDelta(heads=2, head_dim=8, rank=5, taps=4, norm=NORM),
+    LightningAttention(8, (0.5, 0.1, 0.01, 0.2), NORM, groups=2, qk_norm=NORM, rope=Rope(1e4, 4)),
+)
+STATE_SPACES: tuple[Recurrent, ...] = (
+    Mamba2(heads=4, head_dim=6, groups=2, state_dim=8, taps=4, norm=NORM),
+    Mamba(channels=24, state_dim=8, step_rank=3, taps=4, part_norm=NORM),
+    ShortConvolution(channels=24, taps=3),
+)
+KEPT = {"snapshots": snapshots_every(8)}
+"""Settings with which later requests find states in the prefix cache."""
+
+
+def stacked(*mixers: Mixer) -> ModelSpec:
+    """Return a model with a layer of each mixer."""
+    spec = tiny_spec()
+    return replace(spec, layers=tuple(replace(spec.layers[0], mixers=(mixer,)) for mixer in mixers))
+
+
+EVERY_KIND = stacked(*DELTA_RULES[:2], tiny_spec().layers[0].attention, DELTA_RULES[2], *STATE_SPACES)
+"""Every kind with recurrent state, around a layer of attention."""
