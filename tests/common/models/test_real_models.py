@@ -66,6 +66,14 @@ def test_the_drafting_layer_of_glm_has_an_indexer_of_its_own() -> None:
     assert len(drafter.caches) == 2
 
 
+def test_kept_inputs_of_drafts_take_little_beside_states() -> None:
+    """Four drafts of a sequence of Qwen3-Next, in bytes; a state for each would take 316 million."""
+    spec, _ = spec_from_config({**SAVED, **REAL["Qwen3-Next-80B-A3B-Instruct"].config})
+    states = [cache for cache in spec.caches if isinstance(cache, StateCache)]
+    assert 4 * 4 * sum(cache.inputs for cache in states) == 4_755_456
+    assert 4 * 4 * sum(cache.elements for cache in states) == 316_145_664
+
+
 def test_the_drafting_module_of_exaone_is_left_out() -> None:
     config = GENERATORS["EXAONE-4.0-32B"]
     spec, family = spec_from_config({**config, "num_nextn_predict_layers": 1})
