@@ -493,6 +493,28 @@ def quantised_pieces(rules: Sequence[Rule], name: str) -> int:
     return max((rule.quantised_pieces for rule in matching if isinstance(rule, Split)), default=1)
 
 
+def stored_shapes(rules: Sequence[Rule], params: Mapping[str, Param]) -> Callable[[str], tuple[int, ...] | None]:
+    """Return a function from a tensor's name to the shape that a rule needs, after it was transposed; None: any."""
+    index = _index(rules)
+
+    def shape(name: str) -> tuple[int, ...] | None:
+        match = _match(index, name, params)
+        if match is None:
+            return None
+        targets = [params[target] for target in match.targets]
+        match match.rule:
+            case Split() as rule:
+                return _split_shape(rule, targets)
+            case Stack():
+                return targets[0].shape[1:]
+            case Rename():
+                return targets[0].shape
+            case _:
+                return None
+
+    return shape
+
+
 def stored_schemes(
     rules: Sequence[Rule], params: Mapping[str, Param], stored: Mapping[str, Scheme]
 ) -> dict[str, Scheme]:

@@ -18,6 +18,7 @@ from models.oracles.implementations import IMPLEMENTATIONS, Implementation
 from safetensors.torch import load_file, save_file
 from support.checkpoints.quantized_folder import MXFP4, compressed_tensors, fp8, write_mxfp4, write_quantized
 from support.checkpoints.tiny_folder import write_model
+from support.checkpoints.torchao_tiles import write_tiles
 from support.engines.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.registry import load_schemes
@@ -450,6 +451,12 @@ def test_reference_serves_a_quantised_checkpoint(folders: Saved, caplog: pytest.
     assert any("reference: dequantised layers.0." in message for message in caplog.messages)
     assert same(answer(folders.folder, quantization="compressed-tensors"), expected)
     assert same(answer(folders.folder, quantization="fp8"), expected)
+
+
+def test_matrices_in_tiles_of_tensor_cores_are_served_without_their_padding(tmp_path: Path) -> None:
+    dense = write_model(tmp_path / "dense", hidden_size=64, intermediate_size=96)
+    folder, twin = write_tiles(dense, tmp_path / "tiles")
+    assert same(answer(folder), answer(twin))
 
 
 @pytest.mark.parametrize(

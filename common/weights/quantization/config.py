@@ -41,6 +41,7 @@ class LayerGroup:
     parts: frozenset[str]  # last parts of the names of a layer's tensors
     dtype: np.dtype[Any] | None = None  # data type of `weight` if dense layers have that part, too; None: any
     optional: frozenset[str] = frozenset()  # parts that some files leave out
+    padding: tuple[int, int] = (1, 1)  # outputs and inputs are padded to multiples of these
 
 
 Join = Callable[[str, Parts, LayerGroup, int], Value]
