@@ -339,6 +339,7 @@ BITS = {
         "ct-fp8-group": 9,
         "ct-mxfp8": 9,
         "mxfp8": 9,
+        "ct-rotated": 5,
         "ct-sparse-24": 8.5,
         "ct-nvfp4": 6.51,
         "ct-mxfp4": 5,

@@ -223,6 +223,13 @@ def torchao_int4(group_size: object = 32, packing: str = "PLAIN", tile: int = 8,
     return {"quant_method": "torchao", "quant_type": {"default": kind}}
 
 
+def rotated(location: object, **changes: object) -> dict[str, Any]:
+    """A rotation into the weights and one elsewhere."""
+    uses = [{"targets": ["v_proj"], "location": "weight_output"}, {"targets": ["o_proj"], "location": location}]
+    rotation = {"type": "hadamard", "apply": uses, "head_dim": 32, "randomize": False, **changes}
+    return compressed_tensors(transform_config={"config_groups": {"R2": rotation}})
+
+
 def weights_with(**changes: Any) -> dict[str, Any]:
     config = compressed_tensors()
     config["config_groups"]["group_0"]["weights"] |= changes
@@ -321,6 +328,16 @@ def group_with(**changes: Any) -> dict[str, Any]:
             {"quantization_config": {"quant_method": "quark", "algo_config": {"name": "rotation"}}},
             "rotates activations",
         ),
+        *(
+            (
+                {"quantization_config": rotated(location)},
+                f"transform_config.config_groups.R2.apply: location is {location}, only weight_input and weight_output",
+            )
+            for location in ("input", "output", "q_attn", "k_cache", None)
+        ),
+        ({"quantization_config": rotated("weight_input", requires_grad=True)}, "R2: requires_grad is true: the rot"),
+        ({"quantization_config": rotated("weight_input", apply={})}, "R2: apply is not a list of uses"),
+        ({"quantization_config": rotated("weight_input", angle=1)}, "R2: angle is 1, which this version does not read"),
         (
             {"quantization_config": compressed_tensors(sparsity_config={"format": "24"})},
             "sparsity_config: format is 24, only dense, sparse-bitmask, sparse-24-bitmask are read",
@@ -371,6 +388,14 @@ def config_of(config: dict[str, Any]) -> QuantizationConfig:
 
 
 CHANNELS = config_of(compressed_tensors())
+
+
+def test_rotations_that_are_multiplied_into_the_weights_need_nothing() -> None:
+    """Of quantised weights, and of dense ones."""
+    assert config_of(rotated("weight_input")) == CHANNELS
+    assert config_of({**rotated("weight_input"), "config_groups": {}}).groups == ()
+
+
 DATA = np.arange(6, dtype=np.uint8).reshape(2, 3).view(dtypes.FLOAT8_E4M3FN)
 NAME = "layers.0.out"
 
