@@ -298,6 +298,49 @@ def write_gptq(dense: Path, folder: Path, group: int = 16) -> Saved:
     return Saved(folder, twin)
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A model with its experts in one tensor, and the folder that `pagoda convert` makes of it."""
+    folder = tmp_path_factory.mktemp("converted")
+    replace(GPT_OSS, extra={**GPT_OSS.extra, "hidden_size": 64}).save(folder / "dense")
+    command = ["convert", str(folder / "dense"), str(folder / "int4"), "--quantization", "int4"]
+    assert main.main([*command, "--skip-tokenizer-init"]) == 0
+    return Saved(folder / "int4", folder / "dense")
+
+
+@pytest.mark.parametrize(
+    "implementation", ["paged", "torch_cuda", pytest.param("jax_tpu", marks=pytest.mark.slow_matrix)]
+)
+def test_experts_that_were_converted_one_by_one(implementation: str, converted: Saved) -> None:
+    """The logits of their values in float32, and nearly those of the model before."""
+    if implementation not in IMPLEMENTATIONS:
+        pytest.skip("not installed")
+    ids, weights = tiny.tokens(), list(converted.weights())
+    quantised = {name: value.scheme for name, value in weights if isinstance(value, QuantizedTensor)}
+    assert quantised == converted.schemes()
+    assert sum(".experts." in name for name in quantised) == 3 * 3
+    exact = ((name, value.dequantize() if isinstance(value, QuantizedTensor) else value) for name, value in weights)
+    expected = IMPLEMENTATIONS["naive"](converted.spec(), exact, 64)(ids)
+    if implementation == "paged":
+        original = converted.expected(ids)
+        assert 0.001 < (expected - original).norm() / original.norm() < 0.5
+        logits = IMPLEMENTATIONS["paged"](converted.spec(), iter(weights), 64)(ids)
+    elif implementation == "torch_cuda":
+        from support.devices.torch_cuda_model import TorchCudaModel
+
+        logits = TorchCudaModel(converted.spec(), weights, 64, schemes=converted.schemes()).logits(ids)
+    else:
+        from support.devices.jax_model import JaxModel
+
+        from pagoda.backends.jax_tpu.weights.formats import matrix_formats
+        from pagoda.kernels_pallas.chips import CHIPS
+
+        formats = matrix_formats(None, converted.spec(), CHIPS["v6e"], converted.schemes())
+        assert sum("ffn" in path for path in formats) == 3 * 2, "gate and up are one"
+        logits = JaxModel(converted.spec(), weights, 64, 1, formats=formats).logits(ids)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("implementation", ["paged", "torch_cuda", "jax_tpu"])
 def test_packed_matrices_of_layers_whose_dense_ones_are_transposed(implementation: str, tmp_path: Path) -> None:
     if implementation not in IMPLEMENTATIONS:

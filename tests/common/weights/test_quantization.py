@@ -223,6 +223,24 @@ def torchao_int4(group_size: object = 32, packing: str = "PLAIN", tile: int = 8,
     return {"quant_method": "torchao", "quant_type": {"default": kind}}
 
 
+def test_experts_that_a_file_has_one_by_one_have_the_scheme_though_a_rule_reads_them_as_one_tensor() -> None:
+    rules = (
+        Rename("[model.]layers.{l}.down", "down", transpose="unless_it_fits"),
+        Stack("[model.]layers.{l}.{e}.down.weight", "down"),
+    )
+    params = {"layers.0.down": Param("layers.0.down", (2, 8, 4), "...")}
+    rules = tuple(replace(rule, target="layers.{l}.down") for rule in rules)
+    read = config_of(fp8(weight_block_size=[4, 4]))
+    one_by_one = [f"layers.0.{expert}.down.{part}" for expert in range(2) for part in ("weight", "weight_scale_inv")]
+    for prefix in ("", "model."):
+        names = [f"{prefix}{name}" for name in one_by_one]
+        assert parameter_schemes(read, params, sources(rules, params), names) == {
+            "layers.0.down": read.groups[0].scheme
+        }
+    assert parameter_schemes(read, params, sources(rules, params), ["model.layers.0.down"]) == {}
+    assert parameter_schemes(read, params, sources(rules, params)) == {}
+
+
 def rotated(location: object, **changes: object) -> dict[str, Any]:
     """A rotation into the weights and one elsewhere."""
     uses = [{"targets": ["v_proj"], "location": "weight_output"}, {"targets": ["o_proj"], "location": location}]
