@@ -223,7 +223,7 @@ def torchao_int4(group_size: object = 32, packing: str = "PLAIN", tile: int = 8,
     return {"quant_method": "torchao", "quant_type": {"default": kind}}
 
 
-def test_experts_that_a_file_has_one_by_one_have_the_scheme_though_a_rule_reads_them_as_one_tensor() -> None:
+def test_a_rule_whose_tensor_is_not_stored_does_not_decide_a_scheme() -> None:
     rules = (
         Rename("[model.]layers.{l}.down", "down", transpose="unless_it_fits"),
         Stack("[model.]layers.{l}.{e}.down.weight", "down"),
