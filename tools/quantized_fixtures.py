@@ -73,7 +73,7 @@ def write(name: str) -> None:
     """Write one fixture."""
     libraries, make = FIXTURES[name]
     config, quantise = make()
-    built, stored = model(), dict[str, Tensor]()
+    built, stored = MODELS.get(name, model)(), dict[str, Tensor]()
     for module, linear in layers(built):
         tensors, values = quantise(module, linear.weight.data.clone())
         assert values.shape == linear.weight.shape
@@ -145,6 +145,42 @@ def compressed(
         return stored, compressor.decompress(dict(stored), scheme)["weight"]
 
     return config.model_dump(mode="json"), quantise
+
+
+ROTATIONS: Final[dict[str, Any]] = {
+    "R2": {
+        "type": "hadamard",
+        "head_dim": CONFIG["head_dim"],
+        "precision": "torch.float64",
+        "apply": [
+            {"targets": ["re:.*v_proj$"], "location": "weight_output"},
+            {"targets": ["re:.*o_proj$"], "location": "weight_input", "inverse": True},
+        ],
+    }
+}
+"""SpinQuant's rotation of values by heads."""
+
+
+def rotated_model() -> transformers.LlamaForCausalLM:
+    """Return the random model with its values rotated, which compressed-tensors fuses into the weights."""
+    from compressed_tensors.transform import TransformConfig, apply_transform_config
+
+    built = model()
+    apply_transform_config(built, TransformConfig(config_groups=ROTATIONS))
+    assert not any("R2" in name for name, _ in built.named_modules()), "nothing is left to be computed"
+    tokens = torch.tensor([TOKENS])
+    with torch.inference_mode():
+        torch.testing.assert_close(built(tokens).logits, model()(tokens).logits, atol=1e-4, rtol=1e-4)
+    return built
+
+
+def compressed_rotated() -> tuple[dict[str, Any], Write]:
+    """compressed-tensors' integers of a rotated model, with the transform_config that it writes."""
+    from compressed_tensors.transform import TransformConfig
+
+    config, quantise = compressed("pack-quantized", INT4)
+    rotations = TransformConfig(config_groups=ROTATIONS).model_dump(mode="json")
+    return {**config, "transform_config": rotations}, quantise
 
 
 def compressed_sparse() -> tuple[dict[str, Any], Write]:
@@ -547,6 +583,7 @@ FIXTURES: Final[dict[str, tuple[tuple[str, ...], Make]]] = {
             "mxfp8-quantized", {**FLOAT8, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
         ),
     ),
+    "ct-rotated": (CT, compressed_rotated),
     "ct-sparse-24": (CT, compressed_sparse),
     "mxfp8": (CT, mxfp8),
     "ct-w4a16": (CT, lambda: compressed("pack-quantized", INT4)),
@@ -597,6 +634,9 @@ FIXTURES: Final[dict[str, tuple[tuple[str, ...], Make]]] = {
     "auto-round-plain": (("auto-round", "gptqmodel"), lambda: auto_round("auto_round")),
 }
 """Name -> libraries, and what makes the fixture."""
+
+MODELS: Final[dict[str, Callable[[], transformers.LlamaForCausalLM]]] = {"ct-rotated": rotated_model}
+"""Name -> the model that is quantised, if it is another than `model`'s."""
 
 
 def main() -> None:

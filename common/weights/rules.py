@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
+from os.path import commonprefix
 from typing import Any, Final
 
 import numpy as np
@@ -80,9 +82,9 @@ def apply_rules(
             filled.add(target)
             scale = params[target].scale
             yield target, value if scale == 1 else scaled(value, scale)
-    for target, partial in stacks.items():
+    for target, unfinished in stacks.items():
         if target not in filled:
-            raise WeightError(f"parameter {target}: the checkpoint lacks {partial.missing()}")
+            raise WeightError(f"parameter {target}: the checkpoint lacks {unfinished.missing()}")
     for target in _zeros(rules, params, filled):
         filled.add(target)
         yield target, np.zeros(params[target].shape, np.float32)
@@ -493,6 +495,28 @@ def quantised_pieces(rules: Sequence[Rule], name: str) -> int:
     return max((rule.quantised_pieces for rule in matching if isinstance(rule, Split)), default=1)
 
 
+def stored_shapes(rules: Sequence[Rule], params: Mapping[str, Param]) -> Callable[[str], tuple[int, ...] | None]:
+    """Return a function from a tensor's name to the shape that a rule needs, after it was transposed; None: any."""
+    index = _index(rules)
+
+    def shape(name: str) -> tuple[int, ...] | None:
+        match = _match(index, name, params)
+        if match is None:
+            return None
+        targets = [params[target] for target in match.targets]
+        match match.rule:
+            case Split() as rule:
+                return _split_shape(rule, targets)
+            case Stack():
+                return targets[0].shape[1:]
+            case Rename():
+                return targets[0].shape
+            case _:
+                return None
+
+    return shape
+
+
 def stored_schemes(
     rules: Sequence[Rule], params: Mapping[str, Param], stored: Mapping[str, Scheme]
 ) -> dict[str, Scheme]:
@@ -551,6 +575,34 @@ def stored_tensors(
                 yield match.source, _unapplied(rule, array)
     for source in waiting:
         raise WeightError(f"tensor {source}: the checkpoint lacks a part of it")
+
+
+def experts_one_by_one(
+    rules: Sequence[Rule], params: Mapping[str, Param], tensors: Iterable[tuple[str, Value]]
+) -> Iterator[tuple[str, Value]]:
+    """Yield dense tensors, those that hold several experts divided into one matrix [O, I] or bias [O] of each.
+
+    Only where a rule reads such parts, under whose names they come. They are views of the tensors.
+    """
+    index = _index(rules)
+    single = {
+        name: [match.source for match in matches if isinstance(match.rule, Stack)]
+        for name, matches in _writers(rules, params).items()
+    }
+    for name, value in tensors:
+        match = _match(index, name, params)
+        if match is None or isinstance(match.rule, Stack) or not all(single[target] for target in match.targets):
+            yield name, value
+            continue
+        for target, stacked in match.values(name, value, params, {}):
+            assert not isinstance(stacked, QuantizedTensor)
+            source = max(single[target], key=partial(_common, name))
+            yield from ((source.replace("{e}", str(number)), part) for number, part in enumerate(stacked))
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many characters two names have in common at their beginning."""
+    return len(commonprefix((one, other)))
 
 
 def _writers(rules: Sequence[Rule], params: Mapping[str, Param]) -> dict[str, list[TensorMatch]]:

@@ -34,6 +34,7 @@ from pagoda.common.weights.rules import (
     merge_adapter,
     quantised_pieces,
     sources,
+    stored_shapes,
     with_equal_head,
 )
 from pagoda.common.weights.sentence_modules import module_tensors, side_tensors
@@ -118,7 +119,7 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
         # As a folder's are, before they are joined.
         dense = cast(Iterator[NamedTensor], without_kv_scales(tensors, kv_scales))
         pieces = partial(quantised_pieces, family.rules)
-        tensors = join_scales(dense, quantization, pieces, checkpoint.names)
+        tensors = join_scales(dense, quantization, pieces, checkpoint.names, stored_shapes(family.rules, shapes))
     tensors = tensors if modules is None else chain(tensors, module_tensors(modules))
     tensors = chain(tensors, side_tensors(checkpoint.folder, family.side_files))
     if family.adapter is not None:
@@ -145,7 +146,8 @@ def read_drafter(config: EngineConfig, drafter: ResolvedDrafter, checkpoint: Che
     if drafter.quantization is not None:
         names = [family.known_name(name) for name in checkpoint.names if name.startswith(family.only)]
         dense = cast(Iterator[NamedTensor], without_kv_scales(stored, {}))
-        stored = join_scales(dense, drafter.quantization, partial(quantised_pieces, family.rules), names)
+        pieces = partial(quantised_pieces, family.rules)
+        stored = join_scales(dense, drafter.quantization, pieces, names, stored_shapes(family.rules, shapes))
     return apply_rules(family.rules, shapes, stored, family.ignored)
 
 

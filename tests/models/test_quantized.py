@@ -18,6 +18,7 @@ from models.oracles.implementations import IMPLEMENTATIONS, Implementation
 from safetensors.torch import load_file, save_file
 from support.checkpoints.quantized_folder import MXFP4, compressed_tensors, fp8, write_mxfp4, write_quantized
 from support.checkpoints.tiny_folder import write_model
+from support.checkpoints.torchao_tiles import write_tiles
 from support.engines.reference_driver import random_weights, tiny_spec
 
 from pagoda.backends.registry import load_schemes
@@ -297,6 +298,49 @@ def write_gptq(dense: Path, folder: Path, group: int = 16) -> Saved:
     return Saved(folder, twin)
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A model with its experts in one tensor, and the folder that `pagoda convert` makes of it."""
+    folder = tmp_path_factory.mktemp("converted")
+    replace(GPT_OSS, extra={**GPT_OSS.extra, "hidden_size": 64}).save(folder / "dense")
+    command = ["convert", str(folder / "dense"), str(folder / "int4"), "--quantization", "int4"]
+    assert main.main([*command, "--skip-tokenizer-init"]) == 0
+    return Saved(folder / "int4", folder / "dense")
+
+
+@pytest.mark.parametrize(
+    "implementation", ["paged", "torch_cuda", pytest.param("jax_tpu", marks=pytest.mark.slow_matrix)]
+)
+def test_experts_that_were_converted_one_by_one(implementation: str, converted: Saved) -> None:
+    """The logits of their values in float32, and nearly those of the model before."""
+    if implementation not in IMPLEMENTATIONS:
+        pytest.skip("not installed")
+    ids, weights = tiny.tokens(), list(converted.weights())
+    quantised = {name: value.scheme for name, value in weights if isinstance(value, QuantizedTensor)}
+    assert quantised == converted.schemes()
+    assert sum(".experts." in name for name in quantised) == 3 * 3
+    exact = ((name, value.dequantize() if isinstance(value, QuantizedTensor) else value) for name, value in weights)
+    expected = IMPLEMENTATIONS["naive"](converted.spec(), exact, 64)(ids)
+    if implementation == "paged":
+        original = converted.expected(ids)
+        assert 0.001 < (expected - original).norm() / original.norm() < 0.5
+        logits = IMPLEMENTATIONS["paged"](converted.spec(), iter(weights), 64)(ids)
+    elif implementation == "torch_cuda":
+        from support.devices.torch_cuda_model import TorchCudaModel
+
+        logits = TorchCudaModel(converted.spec(), weights, 64, schemes=converted.schemes()).logits(ids)
+    else:
+        from support.devices.jax_model import JaxModel
+
+        from pagoda.backends.jax_tpu.weights.formats import matrix_formats
+        from pagoda.kernels_pallas.chips import CHIPS
+
+        formats = matrix_formats(None, converted.spec(), CHIPS["v6e"], converted.schemes())
+        assert sum("ffn" in path for path in formats) == 3 * 2, "gate and up are one"
+        logits = JaxModel(converted.spec(), weights, 64, 1, formats=formats).logits(ids)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("implementation", ["paged", "torch_cuda", "jax_tpu"])
 def test_packed_matrices_of_layers_whose_dense_ones_are_transposed(implementation: str, tmp_path: Path) -> None:
     if implementation not in IMPLEMENTATIONS:
@@ -338,6 +382,7 @@ BITS = {
         "ct-fp8-group": 9,
         "ct-mxfp8": 9,
         "mxfp8": 9,
+        "ct-rotated": 5,
         "ct-sparse-24": 8.5,
         "ct-nvfp4": 6.51,
         "ct-mxfp4": 5,
@@ -450,6 +495,12 @@ def test_reference_serves_a_quantised_checkpoint(folders: Saved, caplog: pytest.
     assert any("reference: dequantised layers.0." in message for message in caplog.messages)
     assert same(answer(folders.folder, quantization="compressed-tensors"), expected)
     assert same(answer(folders.folder, quantization="fp8"), expected)
+
+
+def test_matrices_in_tiles_of_tensor_cores_are_served_without_their_padding(tmp_path: Path) -> None:
+    dense = write_model(tmp_path / "dense", hidden_size=64, intermediate_size=96)
+    folder, twin = write_tiles(dense, tmp_path / "tiles")
+    assert same(answer(folder), answer(twin))
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ FFN: Final = "layers.{l}.ffn"
 
 
 def expert_rules(
-    source: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+    source: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", moe: str = FFN
 ) -> tuple[Rule, ...]:
     """Rules of routed experts whose matrices are stored one by one."""
     return (
-        Stack(f"{source}.{{e}}.{gate}.weight", f"{FFN}.experts.gate"),
-        Stack(f"{source}.{{e}}.{up}.weight", f"{FFN}.experts.up"),
-        Stack(f"{source}.{{e}}.{down}.weight", f"{FFN}.experts.down"),
+        Stack(f"{source}.{{e}}.{gate}.weight", f"{moe}.experts.gate"),
+        Stack(f"{source}.{{e}}.{up}.weight", f"{moe}.experts.up"),
+        Stack(f"{source}.{{e}}.{down}.weight", f"{moe}.experts.down"),
     )
 
 
@@ -31,6 +31,11 @@ def fused_expert_rules(source: str, moe: str = FFN) -> tuple[Rule, ...]:
         Split(f"{source}.gate_up_proj", gate_up, transpose="unless_it_fits", axis=1),
         Rename(f"{source}.down_proj", f"{moe}.experts.down", transpose="unless_it_fits"),
     )
+
+
+def fused_or_single_expert_rules(source: str, moe: str = FFN) -> tuple[Rule, ...]:
+    """`fused_expert_rules`, and those of the same experts one by one, as tools that quantise them write them."""
+    return (*fused_expert_rules(source, moe), *expert_rules(source, moe=moe))
 
 
 def shared_rules(source: str) -> tuple[Rule, ...]:

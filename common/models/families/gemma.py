@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from pagoda.common.models import hf_config
-from pagoda.common.models.families.experts import fused_expert_rules
+from pagoda.common.models.families.experts import fused_or_single_expert_rules
 from pagoda.common.models.families.llama_block import LLAMA_RULES
 from pagoda.common.models.family import (
     ATTENTION_RULES,
@@ -390,7 +390,7 @@ GEMMA4 = Family(
         Rename(f"{_GEMMA4_LAYER}.post_feedforward_layernorm_1.weight", "layers.{l}.side.ffn_norm"),
         Rename(f"{_GEMMA4_LAYER}.pre_feedforward_layernorm_2.weight", "layers.{l}.side.input_norm"),
         Rename(f"{_GEMMA4_LAYER}.post_feedforward_layernorm_2.weight", "layers.{l}.side.output_norm"),
-        *fused_expert_rules(f"{_GEMMA4_LAYER}.experts", "layers.{l}.side.moe"),
+        *fused_or_single_expert_rules(f"{_GEMMA4_LAYER}.experts", "layers.{l}.side.moe"),
     ),
     ignored=("*.rotary_emb.inv_freq", "lm_head.weight", *_GEMMA4_UNUSED),
 )

@@ -37,7 +37,7 @@ from pagoda.common.models.families.experts import (
     FFN,
     MOE_RULES,
     expert_rules,
-    fused_expert_rules,
+    fused_or_single_expert_rules,
     shared_rules,
 )
 from pagoda.common.models.families.gpt_block import COHERE2
@@ -235,6 +235,7 @@ DBRX = Family(
         Reshape(f"{_DBRX_LAYER}.ffn.experts.mlp.w1", f"{FFN}.experts.gate"),
         Reshape(f"{_DBRX_LAYER}.ffn.experts.mlp.v1", f"{FFN}.experts.up"),
         Reshape(f"{_DBRX_LAYER}.ffn.experts.mlp.w2", f"{FFN}.experts.down", transpose=True),
+        *expert_rules(f"{_DBRX_LAYER}.ffn.experts.mlp", "w1", "v1", "w2"),
     ),
 )
 
@@ -333,6 +334,7 @@ GRANITE_MOE_RULES = (
     Rename(f"{_GRANITE_MOE}.router.layer.weight", f"{FFN}.router"),
     Split(f"{_GRANITE_MOE}.input_linear.weight", (f"{FFN}.experts.gate", f"{FFN}.experts.up"), axis=1),
     Rename(f"{_GRANITE_MOE}.output_linear.weight", f"{FFN}.experts.down"),
+    *expert_rules(f"{_GRANITE_MOE}.experts"),
     Split(f"{_GRANITE_SHARED}.input_linear.weight", (f"{FFN}.shared.gate", f"{FFN}.shared.up")),
     Rename(f"{_GRANITE_SHARED}.output_linear.weight", f"{FFN}.shared.down"),
 )
@@ -593,6 +595,11 @@ GPT_OSS = Family(
         Rename(f"{_GPT_OSS_SOURCE}.down_proj", f"{FFN}.experts.down", transpose=True),
         Rename(f"{_GPT_OSS_SOURCE}.down_proj_blocks", f"{FFN}.experts.down"),
         Rename(f"{_GPT_OSS_SOURCE}.down_proj_bias", f"{FFN}.experts.down_bias"),
+        *expert_rules(_GPT_OSS_SOURCE),
+        *(
+            Stack(f"{_GPT_OSS_SOURCE}.{{e}}.{part}_proj.bias", f"{FFN}.experts.{part}_bias")
+            for part in ("gate", "up", "down")
+        ),
     ),
     answers=AnswerFormat(reasoning="openai_gptoss", tools="openai", fixed=True, ends=("<|return|>", "<|call|>")),
 )
@@ -673,7 +680,7 @@ LLAMA4 = Family(
         *linear(f"{_LLAMA4_SOURCE}.up_proj", f"{FFN}.up"),
         *linear(f"{_LLAMA4_SOURCE}.down_proj", f"{FFN}.down"),
         Rename(f"{_LLAMA4_SOURCE}.router.weight", f"{FFN}.router"),
-        *fused_expert_rules(f"{_LLAMA4_SOURCE}.experts"),
+        *fused_or_single_expert_rules(f"{_LLAMA4_SOURCE}.experts"),
         *shared_rules(f"{_LLAMA4_SOURCE}.shared_expert"),
     ),
     answers=AnswerFormat(tools="llama4_pythonic"),

@@ -726,6 +726,7 @@ STEP3P5 = Family(
         Rename(f"{_STEP35_SOURCE}.moe.gate.weight", f"{FFN}.router"),
         Rename(f"{_STEP35_SOURCE}.moe.router_bias", f"{FFN}.router_correction"),
         *(Rename(f"{_STEP35_SOURCE}.moe.{part}_proj.weight", f"{FFN}.experts.{part}") for part in _STEP35_PARTS),
+        *expert_rules(f"{_STEP35_SOURCE}.moe.experts"),
         *(
             Rename(f"{_STEP35_SOURCE}.share_expert.{part}_proj.weight", f"{FFN}.shared.{part}")
             for part in _STEP35_PARTS

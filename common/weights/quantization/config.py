@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -41,6 +41,7 @@ class LayerGroup:
     parts: frozenset[str]  # last parts of the names of a layer's tensors
     dtype: np.dtype[Any] | None = None  # data type of `weight` if dense layers have that part, too; None: any
     optional: frozenset[str] = frozenset()  # parts that some files leave out
+    padding: tuple[int, int] = (1, 1)  # outputs and inputs are padded to multiples of these
 
 
 Join = Callable[[str, Parts, LayerGroup, int], Value]
@@ -193,16 +194,18 @@ def parameter_schemes(
 
     `sources`: per parameter the rules that fill it and the tensor names that they read (see `rules.sources`). A
     parameter counts as dense if any of them is ignored, or is a stack stored transposed; only names with the config's
-    suffix count. `stored`: names of the checkpoint's tensors where they are known; layers without scales among them are
-    dense.
+    suffix count. `stored`: names of the checkpoint's tensors where they are known; other names do not count, and layers
+    without scales among them are dense.
     """
     modules = _quantised_modules(config, stored)
+    present = (modules or frozenset()) | {name.removesuffix(config.suffix) for name in stored}
     schemes: dict[str, ScaledScheme] = {}
     for name, param in params.items():
         if len(param.shape) < 2 or name in EMBEDDINGS:
             continue
         any_suffix = config.suffix == f".{WEIGHT}"
         read = [(rule, source) for rule, source in sources[name] if any_suffix or source.endswith(config.suffix)]
+        read = [(rule, source) for rule, source in read if _is_among(_module(config, source), present)] or read
         stacked = len(param.shape) > _MATRIX
         candidates = {
             None if stacked and getattr(rule, "transpose", False) else _source_scheme(config, source, modules)
@@ -225,7 +228,15 @@ def _quantised_modules(config: QuantizationConfig, stored: Collection[str]) -> f
 
 
 def _source_scheme(config: QuantizationConfig, source: str, modules: frozenset[str] | None) -> ScaledScheme | None:
-    module = source.removesuffix(config.suffix)
-    if modules is not None and modules.isdisjoint((module, module.partition(".")[2])):  # Names have `model.` or not.
-        return None
-    return config.scheme(module)
+    module = _module(config, source)
+    return None if modules is not None and not _is_among(module, modules) else config.scheme(module)
+
+
+def _module(config: QuantizationConfig, source: str) -> str:
+    """Return the module of a joined weight's name."""
+    return source.removesuffix(config.suffix)
+
+
+def _is_among(module: str, stored: Set[str]) -> bool:
+    """Whether stored names have a module, with `model.` as the rules spell it, or without."""
+    return module in stored or module.partition(".")[2] in stored

@@ -82,8 +82,9 @@ def write_quantized(
 ) -> Exported:
     """Write the weights of a model: its layers' matrices quantised, all else in `dtype` (None: as it comes).
 
-    `uses`: see `tensor_uses`. Memory: a weight file of `shard_bytes` and one tensor. Raise ModelError for a stack of
-    experts in one tensor, which the format does not have, or a model without a matrix to quantise.
+    `tensors`: experts one by one, see `experts_one_by_one`. `uses`: see `tensor_uses`. Memory: a weight file of
+    `shard_bytes` and one tensor. Raise ModelError for a stack of experts in one tensor, which the format does not have,
+    or a model without a matrix to quantise.
     """
     rounding = _Rounding.of(method, params)
     writer = _ShardWriter(folder, shard_bytes)

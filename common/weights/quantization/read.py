@@ -56,6 +56,9 @@ METHODS: Final[Mapping[str, Callable[[Section], QuantizationConfig]]] = {
 }
 """quant_method -> reader. Raises ModelError for a combination that it does not read."""
 
+ShapeOf = Callable[[str], tuple[int, ...] | None]
+"""Name of a stored matrix -> its shape as config.json describes the model; None: not known."""
+
 _NARROW: Final = frozenset(map(np.dtype, (np.int8, np.uint8, np.int32))) | {FLOAT8_E4M3FN, FLOAT8_E5M2}
 """Data types of quantised matrices."""
 
@@ -100,11 +103,13 @@ def join_scales(
     config: QuantizationConfig,
     pieces: Callable[[str], int] = lambda name: 1,
     stored: Collection[str] = (),
+    shape_of: ShapeOf = lambda name: None,
 ) -> Iterator[tuple[str, Value]]:
     """Yield the tensors of a quantised checkpoint, those of each quantised layer joined. Dense ones pass through.
 
     `pieces`: how many parts of a matrix, by its name, have blocks of scales of their own. `stored`: names of all
-    tensors; without them layers that may have more parts are joined last. Tensors that nothing uses are dropped, with
+    tensors; without them layers that may have more parts are joined last. `shape_of`: the shape of a matrix, by its
+    name, as far as it is known; without it padding stays. Tensors that nothing uses are dropped, with
     a log line at the end. Raises WeightError for tensors that the config does not describe, or that do not fit its
     scheme.
     """
@@ -128,12 +133,12 @@ def join_scales(
         if group is not None and _expected(config, module, group, stored) <= parts.keys():
             del waiting[module]
             joined.add(module)
-            yield _joined(config, module, parts, group, pieces)
+            yield _joined(config, module, parts, group, pieces, shape_of)
     for module, parts in waiting.items():
         group = _group(config, module, parts)
         if group is None or not group.parts <= parts.keys():
             raise _incomplete(config, module, parts)
-        yield _joined(config, module, parts, group, pieces)
+        yield _joined(config, module, parts, group, pieces, shape_of)
     if unused:
         logger.info("%s: not used: activations are not quantised by static scales", and_more(unused))
 
@@ -146,7 +151,12 @@ def _expected(config: QuantizationConfig, module: str, group: LayerGroup, stored
 
 
 def _joined(
-    config: QuantizationConfig, module: str, parts: Parts, group: LayerGroup, pieces: Callable[[str], int]
+    config: QuantizationConfig,
+    module: str,
+    parts: Parts,
+    group: LayerGroup,
+    pieces: Callable[[str], int],
+    shape_of: ShapeOf,
 ) -> tuple[str, Value]:
     for part in sorted(parts.keys() - group.parts - group.optional):
         raise _superfluous(config, module, part)
@@ -154,7 +164,16 @@ def _joined(
     with reading(f"layer {module}", "download config.json and the weights again"):
         tensor = config.join(module, parts, group, pieces(name))
     _check_finite(module, tensor)
-    return name, tensor
+    return name, _without_padding(tensor, group.padding, shape_of(name))
+
+
+def _without_padding(tensor: Value, padding: tuple[int, int], shape: tuple[int, ...] | None) -> Value:
+    """Return the outputs and inputs of a matrix of this shape; unchanged if they are not padded as `padding` says."""
+    if padding == (1, 1) or shape is None or len(shape) != len(padding):
+        return tensor
+    if tensor.shape != tuple(-(-size // multiple) * multiple for size, multiple in zip(shape, padding)):
+        return tensor  # The reader of the tensor names both shapes.
+    return tensor[tuple(slice(size) for size in shape)]
 
 
 def _check_finite(module: str, tensor: Value) -> None:

@@ -27,7 +27,7 @@ from pagoda.common.models.shapes import params
 from pagoda.common.models.transformers_spec import own_spec
 from pagoda.common.weights.folder import code_files
 from pagoda.common.weights.quantization.export import copy_other_files, hugging_face_tensors, write_quantized
-from pagoda.common.weights.rules import apply_rules, tensor_uses, with_equal_head
+from pagoda.common.weights.rules import apply_rules, experts_one_by_one, tensor_uses, with_equal_head
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.settings.flags import EngineArgs, resolve_settings
 from pagoda.server.settings.resolve import Resolved, model_config, open_model, resolve
@@ -99,8 +99,9 @@ def _quantise(engine: EngineConfig, method: str, folder: Path) -> str:
         unscaled = {name: replace(param, scale=1.0) for name, param in parameters.items()}
         weights = apply_rules(stored_family.rules, unscaled, progress, stored_family.ignored)
         progress = hugging_face_tensors(hf_config["architectures"][0], family, parameters, weights)
+    single = experts_one_by_one(family.rules, parameters, progress)
     uses = tensor_uses(family.rules, parameters)
-    exported = write_quantized(progress, uses, parameters, method, dtype, folder)
+    exported = write_quantized(single, uses, parameters, method, dtype, folder)
     dtype_key = {} if dtype is None else {"dtype": dtype}
     unquantized = {key: value for key, value in hf_config.items() if not dtype_key or key != "torch_dtype"}
     _write_json(folder / "config.json", {**unquantized, **dtype_key, "quantization_config": exported.config})

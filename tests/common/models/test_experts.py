@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from math import log
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,13 @@ from support.servers.hub_configs import GENERATORS, SAVED
 from support.suite.rows import each_row
 
 from pagoda.common.errors import ModelError
+from pagoda.common.models.family import Stack
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.rope import Rope, YarnScaling
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import ClampedGlu, ExpertGroups, Mlp, ModelSpec, Moe, Router, SparseMixer
-from pagoda.common.weights.rules import apply_rules
+from pagoda.common.weights.quantization.on_the_fly import is_matrix
+from pagoda.common.weights.rules import apply_rules, sources
 
 EXPERT = Mlp(1408, "silu", gated=True)
 
@@ -142,3 +146,19 @@ def test_layers_that_only_propose_drafts_are_dropped(name: str, number: int) -> 
     _, family = spec_from_config({**SAVED, **GENERATORS[name]})
     stream = [(f"model.layers.{number}.{part}.weight", np.zeros((2, 2))) for part in ("eh_proj", "mlp.gate", "enorm")]
     assert list(apply_rules(family.rules, {}, stream, family.ignored)) == []
+
+
+def test_every_family_reads_its_experts_one_by_one() -> None:
+    """As `pagoda convert --quantization` writes them, whichever way the model's own checkpoints have them."""
+    lines = (Path(__file__).parents[2] / "data" / "parity" / "cases.jsonl").read_text().splitlines()
+    configs = (json.loads(line)["config"] for line in lines if "expert" in line)
+    by_architecture = {config["architectures"][0]: config for config in configs}
+    lacking = set()
+    for architecture, config in by_architecture.items():
+        spec, family = spec_from_config(config)
+        stacks = {name: param for name, param in params(spec).items() if len(param.shape) > 2 and is_matrix(param)}
+        for name, read in sources(family.rules, stacks).items():
+            if not any(isinstance(rule, Stack) for rule, _ in read):
+                lacking.add((architecture, name))
+    assert not lacking
+    assert len(by_architecture) > 30

@@ -11,7 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from support.checkpoints.quantized_folder import awq, compressed_tensors, fp8, gptq
+from support.checkpoints.torchao_tiles import in_tiles, quantised
 from support.suite.rows import each_row
 
 from pagoda.common.errors import ModelError, WeightError
@@ -50,7 +52,7 @@ from pagoda.common.weights.quantization.tensors import (
     stack,
     take_rows,
 )
-from pagoda.common.weights.rules import apply_rules, quantised_pieces, sources
+from pagoda.common.weights.rules import apply_rules, quantised_pieces, sources, stored_shapes
 
 BLOCKS = {"tensor": (10, 12), "channel": (1, 12), "block": (4, 8), "columns": (10, 1)}
 
@@ -214,9 +216,36 @@ def hqq(**params: object) -> dict[str, Any]:
     return {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}, "skip_modules": ["lm_head"]}
 
 
-def torchao_int4(group_size: object) -> dict[str, object]:
-    kind = {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {"group_size": group_size}}
+def torchao_int4(group_size: object = 32, packing: str = "PLAIN", tile: int = 8, **data: object) -> dict[str, object]:
+    packed = {"_type": "Int4PackingFormat", "_data": packing}
+    data |= {"group_size": group_size, "int4_packing_format": packed, "int4_tile_packed_ntile": tile}
+    kind = {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": data}
     return {"quant_method": "torchao", "quant_type": {"default": kind}}
+
+
+def test_a_rule_whose_tensor_is_not_stored_does_not_decide_a_scheme() -> None:
+    rules = (
+        Rename("[model.]layers.{l}.down", "down", transpose="unless_it_fits"),
+        Stack("[model.]layers.{l}.{e}.down.weight", "down"),
+    )
+    params = {"layers.0.down": Param("layers.0.down", (2, 8, 4), "...")}
+    rules = tuple(replace(rule, target="layers.{l}.down") for rule in rules)
+    read = config_of(fp8(weight_block_size=[4, 4]))
+    one_by_one = [f"layers.0.{expert}.down.{part}" for expert in range(2) for part in ("weight", "weight_scale_inv")]
+    for prefix in ("", "model."):
+        names = [f"{prefix}{name}" for name in one_by_one]
+        assert parameter_schemes(read, params, sources(rules, params), names) == {
+            "layers.0.down": read.groups[0].scheme
+        }
+    assert parameter_schemes(read, params, sources(rules, params), ["model.layers.0.down"]) == {}
+    assert parameter_schemes(read, params, sources(rules, params)) == {}
+
+
+def rotated(location: object, **changes: object) -> dict[str, Any]:
+    """A rotation into the weights and one elsewhere."""
+    uses = [{"targets": ["v_proj"], "location": "weight_output"}, {"targets": ["o_proj"], "location": location}]
+    rotation = {"type": "hadamard", "apply": uses, "head_dim": 32, "randomize": False, **changes}
+    return compressed_tensors(transform_config={"config_groups": {"R2": rotation}})
 
 
 def weights_with(**changes: Any) -> dict[str, Any]:
@@ -301,6 +330,15 @@ def group_with(**changes: Any) -> dict[str, Any]:
         ({"quantization_config": torchao_int4({"x": 1})}, "group_size is {'x': 1}, not a positive number"),
         ({"quantization_config": torchao_int4(0)}, "group_size is 0, not a positive number"),
         (
+            {"quantization_config": torchao_int4(packing="PRESHUFFLED")},
+            "int4_packing_format is PRESHUFFLED, which only its own kernels read; use PLAIN or TILE_PACKED_TO_4D",
+        ),
+        (
+            {"quantization_config": torchao_int4(layout={"_type": "TensorCoreTiledLayout", "_data": {}})},
+            "layout is TensorCoreTiledLayout, that of version 1, whose tensors are pickled; save the model again",
+        ),
+        ({"quantization_config": torchao_int4(tile=16)}, "int4_tile_packed_ntile is 16, the layout of AMD's GPUs; use"),
+        (
             {"quantization_config": {"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}},
             "data_type is mx_fp, only int is read",
         ),
@@ -308,6 +346,16 @@ def group_with(**changes: Any) -> dict[str, Any]:
             {"quantization_config": {"quant_method": "quark", "algo_config": {"name": "rotation"}}},
             "rotates activations",
         ),
+        *(
+            (
+                {"quantization_config": rotated(location)},
+                f"transform_config.config_groups.R2.apply: location is {location}, only weight_input and weight_output",
+            )
+            for location in ("input", "output", "q_attn", "k_cache", None)
+        ),
+        ({"quantization_config": rotated("weight_input", requires_grad=True)}, "R2: requires_grad is true: the rot"),
+        ({"quantization_config": rotated("weight_input", apply={})}, "R2: apply is not a list of uses"),
+        ({"quantization_config": rotated("weight_input", angle=1)}, "R2: angle is 1, which this version does not read"),
         (
             {"quantization_config": compressed_tensors(sparsity_config={"format": "24"})},
             "sparsity_config: format is 24, only dense, sparse-bitmask, sparse-24-bitmask are read",
@@ -358,6 +406,14 @@ def config_of(config: dict[str, Any]) -> QuantizationConfig:
 
 
 CHANNELS = config_of(compressed_tensors())
+
+
+def test_rotations_that_are_multiplied_into_the_weights_need_nothing() -> None:
+    """Of quantised weights, and of dense ones."""
+    assert config_of(rotated("weight_input")) == CHANNELS
+    assert config_of({**rotated("weight_input"), "config_groups": {}}).groups == ()
+
+
 DATA = np.arange(6, dtype=np.uint8).reshape(2, 3).view(dtypes.FLOAT8_E4M3FN)
 NAME = "layers.0.out"
 
@@ -562,6 +618,91 @@ def test_tensors_of_hqq_that_do_not_fit(part: str, value: np.ndarray, message: s
     tensors |= {"scale": np.ones((8, 1), np.float32), "zero": np.ones((8, 1), np.float32), part: value}
     with pytest.raises(WeightError, match=message):
         joined(config_of(hqq()), **tensors)
+
+
+TILES = torchao_int4(packing="TILE_PACKED_TO_4D")
+
+
+def tiled(words: np.ndarray, **changes: np.ndarray) -> dict[str, np.ndarray]:
+    """A layer in tiles whose values are its numbers."""
+    outputs, inputs = 8 * len(words), 32 * words.shape[1] * words.shape[3]
+    factors = np.ones((inputs // 32, outputs, 2), np.float32)
+    factors[..., 1] = 8
+    return {"_weight_qdata": words, "_weight_scale_and_zero": factors, **changes}
+
+
+@each_row(
+    ("place", "output", "inputs"),
+    [
+        ((0, 0, 0, 0), 0, (0, 8, 16, 24, 1, 9, 17, 25)),
+        ((0, 0, 5, 0), 1, (2, 10, 18, 26, 3, 11, 19, 27)),
+        ((0, 0, 31, 1), 7, (38, 46, 54, 62, 39, 47, 55, 63)),
+        ((1, 1, 14, 2), 11, (196, 204, 212, 220, 197, 205, 213, 221)),
+    ],
+)
+def test_a_word_of_a_lane_has_the_numbers_of_two_tiles(place: Any, output: int, inputs: tuple[int, ...]) -> None:
+    """The digits 1 to 8 of the word, the lowest first, by the table."""
+    words = np.zeros((2, 2, 32, 4), np.int32)
+    words[place] = 0x07654321
+    words.view(np.uint32)[place] |= np.uint32(8 << 28)
+    (weight,) = joined(config_of(TILES), **tiled(words)).values()
+    expected = np.zeros((16, 256), np.float32)
+    expected[output, inputs] = np.arange(1, 9)
+    np.testing.assert_array_equal(values(weight), expected)
+
+
+@each_row("per_lane", [1, 2, 4])
+def test_tiles_of_tensor_cores_are_unpacked(per_lane: int) -> None:
+    numbers = np.random.default_rng(0).integers(16, size=(24, 256), dtype=np.uint8)
+    (weight,) = joined(config_of(TILES), **tiled(in_tiles(numbers, per_lane))).values()
+    np.testing.assert_array_equal(values(weight), numbers)
+    assert isinstance(weight, QuantizedTensor)
+    assert weight.scheme == config_of(TILES).scheme(NAME) == Int4((1, 32), offsets=True)
+
+
+def test_padding_of_tiles_is_cut_where_the_shape_is_known() -> None:
+    """Of a matrix of its own, of two that are one tensor, and of experts; another shape than that padded stays."""
+    dense = torch.randn(12, 96, generator=torch.Generator().manual_seed(0))
+    stored, expected = quantised(dense)
+    tensors = {name: tensor.float().numpy() if tensor.is_floating_point() else tensor.numpy()
+               for name, tensor in stored.items()}  # fmt: skip
+    params = {name: Param(name, shape, "..") for name, shape in
+              {"w": (12, 96), "a": (4, 96), "b": (8, 96), "e": (1, 12, 96)}.items()}  # fmt: skip
+    rules = (Rename("own.weight", "w"), Split("fused.weight", ("a", "b")), Stack("experts.{e}.weight", "e"))
+    modules = ("own", "fused", "experts.0")
+    stream = [(f"{module}.{name}", tensor) for module in modules for name, tensor in tensors.items()]
+    shape_of = stored_shapes(rules, params)
+    cut = join_scales(stream, config_of(TILES), shape_of=shape_of)
+    filled = {name: values(weight) for name, weight in apply_rules(rules, params, cut)}
+    np.testing.assert_array_equal(filled["w"], expected)
+    np.testing.assert_array_equal(np.concatenate([filled["a"], filled["b"]]), expected)
+    np.testing.assert_array_equal(filled["e"], expected[None])
+    assert {name: shape_of(f"{name}.weight") for name in (*modules, "other")} == {
+        **dict.fromkeys(modules, (12, 96)),
+        "other": None,
+    }
+    for shape in ((12, 1025), (17, 96), (12,), None):
+        (kept,) = dict(join_scales(stream[:2], config_of(TILES), shape_of=lambda name, shape=shape: shape)).values()
+        assert kept.shape == (16, 1024)
+
+
+@each_row(
+    ("changes", "message"),
+    [
+        (
+            {"_weight_qdata": np.zeros((2, 1, 32, 3), np.int32)},
+            r"qdata is int32 \[2, 1, 32, 3\], but int4 weights in tiles have int32 \[O / 8, I / 32 / W, 32, W\] there",
+        ),
+        ({"_weight_qdata": np.zeros((2, 1, 64, 4), np.int32)}, r"qdata is int32 \[2, 1, 64, 4\], but int4 weights"),
+        ({"_weight_qdata": np.zeros((4, 2, 1, 32, 4), np.int32)}, r"qdata is int32 \[4, 2, 1, 32, 4\], but"),
+        ({"_weight_qdata": np.zeros((2, 1, 32, 4), np.uint32)}, "qdata is uint32"),
+        ({"_weight_scale_and_zero": np.ones((4, 8, 1))}, r"_zero \[4, 8, 1\] has not a scale and an offset per group"),
+        ({"_weight_scale_and_zero": np.ones((3, 8, 2))}, r"scales \[8, 3\] do not fit 4-bit weights \[8, 128\] in"),
+    ],
+)
+def test_tensors_in_tiles_that_do_not_fit(changes: dict[str, np.ndarray], message: str) -> None:
+    with pytest.raises(WeightError, match=message):
+        joined(config_of(TILES), **tiled(np.zeros((1, 1, 32, 4), np.int32), **changes))
 
 
 TERNARY = np.array([[0b00011000, 0b10100001], [0b01010101, 0b00000110]], np.uint8)

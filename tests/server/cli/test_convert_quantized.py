@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,20 @@ from models.cases import tiny
 from safetensors.numpy import load_file
 from support.checkpoints.tiny_folder import write_model
 
+from pagoda.common.errors import ModelError
+from pagoda.common.models.families.mixtures import LLAMA4
+from pagoda.common.models.family import Rename
+from pagoda.common.models.primitives import Param
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
+from pagoda.common.models.towers import TextTower
 from pagoda.common.weights.checkpoint import open_checkpoint
 from pagoda.common.weights.dtypes import BFLOAT16, as_uint, to_float32
 from pagoda.common.weights.quantization.export import write_quantized
 from pagoda.common.weights.quantization.on_the_fly import quantize, rounded_int4, scheme_of
 from pagoda.common.weights.quantization.read import join_scales, read_quantization, without_quantization
-from pagoda.common.weights.quantization.tensors import QuantizedTensor
-from pagoda.common.weights.rules import tensor_uses
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, Value, take_matrix
+from pagoda.common.weights.rules import apply_rules, experts_one_by_one, tensor_uses
 from pagoda.common.weights.safetensors import SafetensorsFile
 from pagoda.server.cli import main
 from pagoda.tests.common.weights.gguf.gguf_writing import convert as write_gguf
@@ -142,6 +148,88 @@ def test_experts_are_quantised_one_by_one_and_routers_are_not(tmp_path: Path) ->
     assert ignored == ["lm_head", *(f"model.layers.{index}.block_sparse_moe.gate" for index in (0, 1))]
 
 
+FUSED = {case.name: case for case in tiny.TINY if case.name in ("granite-moe", "llama4", "gemma4-experts")} | {
+    "gpt-oss": replace(tiny.GPT_OSS, extra={**tiny.GPT_OSS.extra, "hidden_size": 64, "intermediate_size": 64})
+}
+"""Models whose experts are in one tensor per matrix, or in one with gate and up: after each other, or by turns."""
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "module"),
+    [
+        ("gpt-oss", "int4", "model.layers.1.mlp.experts.2.down_proj"),
+        ("llama4", "fp8", "model.layers.1.feed_forward.experts.1.up_proj"),
+        ("granite-moe", "int8", "model.layers.0.block_sparse_moe.experts.3.gate_proj"),
+        ("gemma4-experts", "fp8", "model.layers.5.experts.0.up_proj"),
+    ],
+)
+def test_experts_in_one_tensor_are_quantised_one_by_one(name: str, method: str, module: str, tmp_path: Path) -> None:
+    """Each matrix as rounded by itself; biases and routers are those of the model."""
+    FUSED[name].save(tmp_path / "dense")
+    out = convert(tmp_path / "dense", tmp_path / "out", method, "--skip-tokenizer-init")
+    names = {each.removeprefix(f"{module}.") for each in stored(out) if each.startswith(f"{module}.")}
+    parts = ("packed", "scale", "shape") if method == "int4" else ("scale",)
+    assert names - {"weight", "bias"} == {f"weight_{part}" for part in parts}
+    dense, read = parameters(tmp_path / "dense"), parameters(out)
+    assert dense.keys() == read.keys()
+    experts = 0
+    for each, value in read.items():
+        original = dense[each]
+        assert isinstance(original, np.ndarray)
+        if not isinstance(value, QuantizedTensor):
+            np.testing.assert_array_equal(value, original, err_msg=each)
+        elif ".experts." in each:
+            experts += 1
+            for number, matrix in enumerate(original):
+                scheme = scheme_of(method, matrix.shape[1])
+                assert scheme is not None
+                rounded = rounded_int4(matrix, 64, symmetric=True) if method == "int4" else quantize(matrix, scheme)
+                np.testing.assert_array_equal(take_matrix(value, number).dequantize(), rounded.dequantize())
+    assert experts == sum(each.rpartition(".experts.")[2] in ("gate", "up", "down") for each in dense) > 0
+
+
+def parameters(folder: Path) -> dict[str, Value]:
+    """Return the parameters of a dense or quantised model."""
+    checkpoint = open_checkpoint(folder)
+    config = read_quantization(checkpoint.config())
+    spec, family = spec_from_config(without_quantization(checkpoint.config()))
+    tensors = checkpoint.tensors() if config is None else join_scales(checkpoint.tensors(), config)
+    return dict(apply_rules(family.rules, params(spec), tensors, family.ignored))
+
+
+def test_experts_that_no_rule_reads_one_by_one_are_refused(tmp_path: Path) -> None:
+    name, experts = "layers.0.ffn.experts.down", np.zeros((2, 64, 64), np.float32)
+    shapes = {name: Param(name, experts.shape, "...")}
+    rules = (Rename("layers.{l}.mlp.down_proj", "layers.{l}.ffn.experts.down"),)
+    tensors = experts_one_by_one(rules, shapes, [("layers.0.mlp.down_proj", experts)])
+    with pytest.raises(ModelError, match=r"mlp.down_proj \[2, 64, 64\] has several experts, which .* one by one; qua"):
+        write_quantized(tensors, tensor_uses(rules, shapes), shapes, "int8", None, tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.layers", "language_model.model.layers", "model.layers"])
+def test_experts_of_a_multimodal_checkpoint_keep_its_names(prefix: str) -> None:
+    family = TextTower("Llama4ForCausalLM").family(LLAMA4)
+    shapes = {
+        name: Param(name, shape, "...")
+        for name, shape in {
+            "layers.0.ffn.experts.gate": (2, 3, 5),
+            "layers.0.ffn.experts.up": (2, 3, 5),
+            "layers.0.ffn.experts.down": (2, 5, 3),
+        }.items()
+    }
+    fused = np.arange(60, dtype=np.float32).reshape(2, 5, 6)
+    single = dict(experts_one_by_one(family.rules, shapes, [(f"{prefix}.0.feed_forward.experts.gate_up_proj", fused)]))
+    expected = {
+        f"{prefix}.0.feed_forward.experts.{number}.{part}_proj.weight": fused[number, :, rows].T
+        for part, rows in (("gate", slice(3)), ("up", slice(3, 6)))
+        for number in range(2)
+    }
+    assert list(single) == list(expected)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(single[name], value)
+        assert np.shares_memory(single[name], fused)
+
+
 def test_a_gguf_file_is_converted(model: Path, tmp_path: Path) -> None:
     write_gguf(model, tmp_path / "tiny.gguf", "llama")
     out = convert(tmp_path / "tiny.gguf", tmp_path / "out", "int8", "--dtype", "half", "--tokenizer", str(model))
@@ -184,9 +272,5 @@ def test_invalid_conversions(model: Path, tmp_path: Path, capsys: pytest.Capture
     assert "a quantised folder is not sharded" in error(model, "--quantization", "int4", "-tp", "2")
     assert "dummy has no weights to quantise" in error(model, "--quantization", "int4", "--load-format", "dummy")
     assert "int3" in error(model, "--quantization", "int3")
-    tiny.GPT_OSS.save(tmp_path / "stacked")
-    assert "has several experts, which compressed-tensors stores one by one" in error(
-        tmp_path / "stacked", "--quantization", "int8", "--skip-tokenizer-init"
-    )
     narrow = write_model(tmp_path / "narrow", hidden_size=16, intermediate_size=40, num_attention_heads=2)
     assert "has no matrix that can be quantised" in error(narrow, "--quantization", "int4")

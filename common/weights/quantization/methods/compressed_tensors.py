@@ -57,6 +57,9 @@ _NVFP4: Final = "nvfp4-pack-quantized"
 _MXFP4: Final = "mxfp4-pack-quantized"
 _MXFP8: Final = "mxfp8-quantized"
 _FORMATS: Final = (*_PLAIN, _INTEGERS, _NVFP4, _MXFP4, _MXFP8)
+_FUSED: Final = ("weight_input", "weight_output")
+"""Locations of rotations that are multiplied into the weights before these are quantised."""
+
 _REORDERED: Final = ("group", "dynamic")
 """Values of actorder that store an order of the inputs."""
 
@@ -76,10 +79,9 @@ def read(section: Section) -> QuantizationConfig:
     sparse_form = sparsity.get("format", "dense")
     if sparse_form not in ("dense", *sparse.FORMATS):
         raise sparsity.refused(f"format is {sparse_form}, only dense, {', '.join(sparse.FORMATS)} are read")
-    if section.get("transform_config"):
-        raise section.refused("transform_config is not read")
+    rotated = _check_rotations(section.part("transform_config"))
     groups = section.part("config_groups")
-    if not groups.values and not section.get("kv_cache_scheme") and sparse_form == "dense":
+    if not groups.values and not section.get("kv_cache_scheme") and sparse_form == "dense" and not rotated:
         raise section.refused("config_groups is missing")
     layers = tuple(_layer_group(groups.part(name), section.get("format")) for name in groups.values)
     unused = frozenset({_INPUT_SCALE, "input_zero_point", _INPUT_GLOBAL}).difference(*(layer.parts for layer in layers))
@@ -88,6 +90,34 @@ def read(section: Section) -> QuantizationConfig:
     ignored = section.names("ignore")
     expand = None if sparse_form == "dense" else sparse.expand
     return QuantizationConfig("compressed-tensors", layers, ignored, _join, unused, fp8_cache=fp8_cache, expand=expand)
+
+
+def _check_rotations(section: Section) -> bool:
+    """Return whether weights are rotated. Those need nothing: they are stored with the rotations multiplied in.
+
+    Raises ModelError for rotations that are computed with activations, queries or keys. Source: `apply_to_model` in
+    https://github.com/vllm-project/compressed-tensors/blob/main/src/compressed_tensors/transform/factory/base.py.
+    """
+    section.only("config_groups")
+    rotations = section.part("config_groups")
+    for name in rotations.values:
+        rotation = rotations.part(name)
+        rotation.only("type", "apply", "randomize", "requires_grad", "head_dim", "precision")
+        if rotation.get("requires_grad"):
+            raise rotation.refused("requires_grad is true: the rotation is a parameter of its own beside the weights")
+        uses = rotation.get("apply")
+        if not isinstance(uses, list):
+            raise rotation.refused("apply is not a list of uses")
+        for use in uses:
+            of_use = Section(f"{rotation.key}.apply", use)
+            of_use.only("targets", "location", "inverse", "ignore")
+            location = of_use.get("location")
+            if location not in _FUSED:
+                raise of_use.refused(
+                    f"location is {location}, only {' and '.join(_FUSED)} are read: other rotations are computed in "
+                    "every step"
+                )
+    return bool(rotations.values)
 
 
 def _layer_group(group: Section, default: object) -> CompressedLayers:

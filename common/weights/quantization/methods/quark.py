@@ -107,7 +107,17 @@ def _layers(section: Section, target: str, reordered: bool) -> QuarkLayers:
     if activations is not None and activations.static:
         parts.add(_INPUT_SCALE)
     width = size if bits == 4 else WHOLE_ROW
-    return QuarkLayers((target,), scheme, frozenset(parts), dtype, frozenset(optional), bits, width, kind, reordered)
+    return QuarkLayers(
+        targets=(target,),
+        scheme=scheme,
+        parts=frozenset(parts),
+        dtype=dtype,
+        optional=frozenset(optional),
+        bits=bits,
+        size=width,
+        kind=kind,
+        reordered=reordered,
+    )
 
 
 def _group(scheme_name: object, size: object) -> Group | None:

@@ -1,24 +1,32 @@
-"""`torchao`: int8, float8 and int4 tensors of torchao in its safetensors form, the parts of each under its name."""
+"""`torchao`: int8, float8 and int4 tensors of torchao in its safetensors form, the parts of each under its name.
+
+Numbers of 4 bits are stored row by row (`PLAIN`), or in the order of NVIDIA's tensor cores (`TILE_PACKED_TO_4D`): int32
+[O / 8, I / (16 K), 32, K / 2] for K tiles of 16 inputs, 8 unless stated. A word has the 8 numbers that a lane of a warp
+multiplies in two tiles. Lane t has output t // 4; its numbers, from the lowest bits on, are those of inputs
+2 (t % 4) + 0, 8, 16, 24, then of the inputs after each. Outputs are padded to a multiple of 8, inputs to one of 1024.
+Source: `_convert_weight_to_int4pack` in https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/int4mm.cu.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from pagoda.common.errors import WeightError
-from pagoda.common.weights.dtypes import FLOAT8_E4M3FN
+from pagoda.common.weights.dtypes import FLOAT8_E4M3FN, dtype_name
 from pagoda.common.weights.quantization.config import Parts, QuantizationConfig, Section
-from pagoda.common.weights.quantization.layouts.integers import IntegerLayers, check, joined_integers
+from pagoda.common.weights.quantization.layouts.integers import Codes, IntegerLayers, check, joined_integers, pairs
 from pagoda.common.weights.quantization.layouts.scaled import floats, join_scaled, not_symmetric, scaled_scheme
 from pagoda.common.weights.quantization.schemes import WHOLE_ROW, Activations, Group, integer_scheme
-from pagoda.common.weights.quantization.tensors import QuantizedTensor
+from pagoda.common.weights.quantization.tensors import Array, QuantizedTensor
 
 _DATA: Final = "_weight_qdata"
 _SCALE: Final = "_weight_scale"
 _ZEROS: Final = "_weight_zero_point"
+_SCALE_AND_ZERO: Final = "_weight_scale_and_zero"
 _INTS: Final[Mapping[str, int]] = {f"int{bits}": bits for bits in range(2, 9)}
 _FLOAT8: Final = "float8_e4m3fn"
 _READ: Final = (
@@ -26,6 +34,18 @@ _READ: Final = (
     "Float8DynamicActivationFloat8WeightConfig, Int4WeightOnlyConfig, IntxWeightOnlyConfig, "
     "Int8DynamicActivationIntxWeightConfig"
 )
+
+
+_PLAIN: Final = "PLAIN"
+_TILES: Final = "TILE_PACKED_TO_4D"
+_TILE_OUTPUTS: Final = 8
+_TILE_PADDING: Final = (_TILE_OUTPUTS, 1024)
+_LANES: Final = 32
+_WORD_INPUTS: Final = 32
+"""Inputs of two tiles, whose numbers are in one word of each of four lanes."""
+
+_WORDS: Final = (1, 2, 4)
+"""Words of a lane that are stored together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +103,36 @@ def _layers(section: Section, target: str) -> TorchaoLayers:
                 activations = Activations("float8", "tensor" if group == "tensor" else "row")
             return TorchaoLayers((target,), scaled_scheme("float8", group, activations), plain, kind=kind)
         case "Int4WeightOnlyConfig":
-            packing = data.part("int4_packing_format").get("_data", "PLAIN")
-            if packing != "PLAIN":
-                raise data.refused(f"int4_packing_format is {packing}, which only its own kernels read; use PLAIN")
-            size = data.get("group_size", 128)
-            if type(size) is not int or size < 1:
-                raise data.refused(f"group_size is {size!r}, not a positive number")
-            scheme = integer_scheme(4, size, offsets=True)
-            return TorchaoLayers((target,), scheme, plain | {_ZEROS}, bits=4, size=size, kind=kind)
+            return _int4(data, target)
         case "IntxWeightOnlyConfig" | "Int8DynamicActivationIntxWeightConfig":
             return _unpacked(data, target, kind, activations)
     raise section.refused(f"quant_type is {kind}, only {_READ} are read")
+
+
+def _int4(data: Section, target: str) -> TorchaoLayers:
+    """Return layers of 4-bit numbers with scales and offsets per group of inputs."""
+    if layout := data.part("layout").get("_type"):
+        raise data.refused(
+            f"layout is {layout}, that of version 1, whose tensors are pickled; save the model again with torchao 0.15 "
+            "or later as safetensors"
+        )
+    packing = data.part("int4_packing_format").get("_data", _PLAIN)
+    if packing not in (_PLAIN, _TILES):
+        raise data.refused(
+            f"int4_packing_format is {packing}, which only its own kernels read; use {_PLAIN} or {_TILES}"
+        )
+    tile = data.get("int4_tile_packed_ntile", _TILE_OUTPUTS)
+    if tile != _TILE_OUTPUTS:
+        raise data.refused(f"int4_tile_packed_ntile is {tile}, the layout of AMD's GPUs; use {_TILE_OUTPUTS}")
+    size = data.get("group_size", 128)
+    if type(size) is not int or size < 1:
+        raise data.refused(f"group_size is {size!r}, not a positive number")
+    scheme = integer_scheme(4, size, offsets=True)
+    if packing == _PLAIN:
+        parts = frozenset({_DATA, _SCALE, _ZEROS})
+        return TorchaoLayers((target,), scheme, parts, bits=4, size=size, kind=_PLAIN)
+    tiles = frozenset({_DATA, _SCALE_AND_ZERO})
+    return TorchaoLayers((target,), scheme, tiles, bits=4, size=size, kind=_TILES, padding=_TILE_PADDING)
 
 
 def _unpacked(data: Section, target: str, kind: str, activations: Activations | None) -> TorchaoLayers:
@@ -127,37 +166,70 @@ def _group(data: Section, key: str = "granularity") -> Group:
 
 def _join(module: str, parts: Parts, group: object, pieces: int) -> QuantizedTensor:
     assert isinstance(group, TorchaoLayers)
+    if group.kind == _TILES:
+        return _join_tiles(module, parts, group)
     data = parts[_DATA]
     scales = parts[_SCALE]
     if data.ndim != 2:
         raise WeightError(f"tensor {module}.{_DATA} {list(data.shape)} is no matrix; serve the model unquantised")
-    if group.kind == "Int4WeightOnlyConfig":
-        return _join_int4(module, parts, group)
+    if group.kind == _PLAIN:
+        return _join_plain(module, parts, group)
     dtype = FLOAT8_E4M3FN if group.scheme.numbers == "float8" else np.dtype(np.int8)
     check(f"{module}.{_DATA}", data, dtype, data.shape, f"torchao {group.kind}")
     if "Intx" in group.kind:
         middle = 1 << group.bits - 1
         codes = (data.view(np.uint8) + np.uint8(middle)).astype(np.uint8)
         zeros = parts[_ZEROS].astype(np.int16) + middle
-        return joined_integers(module, _paired(codes, group), scales, group, zeros)
+        return joined_integers(module, pairs(codes) if group.bits == 4 else codes, scales, group, zeros)
     if _ZEROS in parts and parts[_ZEROS].any():
         raise not_symmetric(module, _ZEROS)
     return join_scaled(module, data, scales, group.scheme, pieces, _SCALE)
 
 
-def _paired(codes: np.ndarray[Any, np.dtype[np.uint8]], group: TorchaoLayers) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return numbers of 4 bits in pairs, as they are joined."""
-    return codes[:, 0::2] | codes[:, 1::2] << np.uint8(4) if group.bits == 4 else codes
-
-
-def _join_int4(module: str, parts: Parts, group: TorchaoLayers) -> QuantizedTensor:
+def _join_plain(module: str, parts: Parts, group: TorchaoLayers) -> QuantizedTensor:
     """Join two's complements of 4 bits [O, I / 2], scales [groups, O] and offsets [groups, O]."""
-    data = parts[_DATA].view(np.uint8) ^ np.uint8(0x88)
-    tensor = joined_integers(module, data, parts[_SCALE].T, group)
-    offsets = floats(f"{module}.{_ZEROS}", parts[_ZEROS]).T
-    if offsets.shape != tensor.scales.shape:
+    codes = parts[_DATA].view(np.uint8) ^ np.uint8(0x88)
+    return _with_offsets(module, joined_integers(module, codes, parts[_SCALE].T, group), parts[_ZEROS].T, _ZEROS)
+
+
+def _join_tiles(module: str, parts: Parts, group: TorchaoLayers) -> QuantizedTensor:
+    """Join numbers of 4 bits in tiles, with scales and offsets [groups, O, 2]."""
+    words = parts[_DATA]
+    factors = parts[_SCALE_AND_ZERO]
+    if words.dtype != np.int32 or words.ndim != 4 or words.shape[2] != _LANES or words.shape[3] not in _WORDS:
         raise WeightError(
-            f"tensor {module}.{_ZEROS} {list(parts[_ZEROS].shape)} does not fit scales {list(parts[_SCALE].shape)}; "
-            "download it again"
+            f"tensor {module}.{_DATA} is {dtype_name(words.dtype)} {list(words.shape)}, but int4 weights in tiles have "
+            f"int32 [O / {_TILE_OUTPUTS}, I / {_WORD_INPUTS} / W, {_LANES}, W] there, W one of "
+            f"{', '.join(map(str, _WORDS))}; serve the model unquantised"
         )
-    return QuantizedTensor(tensor.scheme, tensor.data, tensor.scales, tensor.group_shape, offsets)
+    if factors.ndim != 3 or factors.shape[2] != 2:
+        raise WeightError(
+            f"tensor {module}.{_SCALE_AND_ZERO} {list(factors.shape)} has not a scale and an offset per group of "
+            "inputs and output, as int4 weights in tiles have; download config.json and the weights again"
+        )
+    tensor = joined_integers(module, _from_tiles(words), factors[..., 0].T, group)
+    return _with_offsets(module, tensor, factors[..., 1].T, _SCALE_AND_ZERO)
+
+
+def _from_tiles(words: Array) -> Codes:
+    """Return the numbers [O, I / 2], two per byte, of words [O / 8, I / 32 / W, 32, W]."""
+    tiles, inner, _, per_lane = words.shape
+    of_lanes = np.ascontiguousarray(words).view(np.uint32).reshape(tiles, inner, _TILE_OUTPUTS, 4, per_lane)
+    bytes_of_words = np.empty((*of_lanes.shape, 4), np.uint8)
+    for number in range(4):
+        even = of_lanes >> np.uint32(4 * number) & np.uint32(0x0F)
+        odd = of_lanes >> np.uint32(4 * number + 12) & np.uint32(0xF0)
+        bytes_of_words[..., number] = even | odd
+    outputs = tiles * _TILE_OUTPUTS
+    return bytes_of_words.transpose(0, 2, 1, 4, 5, 3).reshape(outputs, inner * per_lane * _WORD_INPUTS // 2)
+
+
+def _with_offsets(module: str, tensor: QuantizedTensor, offsets: Array, name: str) -> QuantizedTensor:
+    """Return the values moved by offsets [O, groups]. Raise WeightError, by the tensor's name, if they do not fit."""
+    wide = floats(f"{module}.{name}", offsets)
+    if wide.shape != tensor.scales.shape:
+        raise WeightError(
+            f"tensor {module}.{name} {list(wide.T.shape)} does not fit scales {list(tensor.scales.T.shape)}; download "
+            "it again"
+        )
+    return replace(tensor, offsets=wide)
