@@ -635,18 +635,17 @@ def _step35_mixers(config: HfConfig, kinds: tuple[str, ...]) -> list[Attention]:
 
 def _step35_sliding_heads(config: HfConfig, kinds: tuple[str, ...], default: int) -> int:
     """Return the query heads of windowed layers, which transformers 5 writes layer by layer."""
-    sections = config.section("per_layer_config")
+    sections = config.layer_sections("per_layer_config", len(kinds))
     if sections is None:
         return default
     counts = set()
     for layer, kind in enumerate(kinds):
-        section = sections.section(str(layer))
+        section = sections.get(layer)
         if (section is None) != (kind == "full_attention"):
             raise config.error("per_layer_config", f"must have an entry for each windowed layer, no other; see {layer}")
         if section is not None:
             counts.add(section.size("num_attention_heads"))
             section.finish()
-    sections.finish()
     if len(counts) > 1:
         raise config.error("per_layer_config", "differs from windowed layer to windowed layer")
     return counts.pop() if counts else default
