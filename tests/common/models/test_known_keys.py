@@ -54,6 +54,8 @@ def test_the_table_is_what_the_installed_transformers_says() -> None:
         ("ministral3", {"head_dim": 128, "sliding_window": None, "num_key_value_heads": 8}),
         ("gpt2", {"n_embd": 768, "hidden_size": 768, "scale_attn_weights": True}),
         ("deepseek_v32", {"head_dim": None}),  # transformers computes it from others.
+        ("exaone", {"num_hidden_layers": 32, "num_layers": 32, "rms_norm_eps": 1e-5}),  # Llama's class computes it.
+        ("sarvam_mla", {"q_lora_rank": None, "moe_intermediate_size": 2048}),  # DeepSeek-V3's, with its own defaults.
     ],
 )
 def test_defaults_of_classes(kind: str, defaults: dict[str, Any]) -> None:
