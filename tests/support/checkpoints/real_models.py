@@ -5,7 +5,7 @@
 - "hub": the total of the tensors that the hub states, as public lists repeat it ("remembered": not looked up when the
   row was written),
 - "keras-hub", "calculate-flops": the lists of sizes of these projects,
-- "card", "paper": the rounded size in the model's card or paper.
+- "card", "paper": the rounded size in the model's card or paper, most of them as remembered.
 
 "with the tower" counts one of media that the text model does not have, "less" says what was taken off.
 
