@@ -283,21 +283,37 @@ def _metrics() -> str:
     )
 
 
-def _tried() -> dict[str, list[str]]:
-    """Return the released models whose config.json is a test, by the architecture of their text model."""
+def _tried() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return the released models whose config.json is a test, by the architecture of their text model.
+
+    First those with their sizes, then those with their keys alone, cut to a few layers.
+    """
     data = ROOT / "tests" / "data"
+    tables = ("hub_configs/generators", "hub_configs/aiconfigurator", "hub_configs/others", "real_models")
+    generators, *whole = (json.loads((data / f"{name}.json").read_text(encoding="utf-8")) for name in tables)
     tried: dict[str, list[str]] = {}
-    for path in (data / "hub_configs" / "aiconfigurator.json", data / "real_models.json"):
-        for name, entry in json.loads(path.read_text(encoding="utf-8")).items():
-            if entry["parameters"] is not None and "architectures" in entry["config"]:
-                text = text_model(entry["config"]).config
-                tried.setdefault(architecture_of(text), []).append(name.rpartition("/")[2])
-    return tried
+    for table in whole:
+        for name, entry in table.items():
+            if entry["kv_bytes"] is not None:
+                text = text_model({**_like(entry, generators), **entry["config"]}).config
+                tried.setdefault(architecture_of(text), []).append(name.rpartition("/")[2].removesuffix(", its text"))
+    keys: dict[str, list[str]] = {}
+    for name, entry in generators.items():
+        keys.setdefault(architecture_of({**_like(entry, generators), **entry}), []).append(name)
+    return tried, keys
+
+
+def _like(entry: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the entry that another one is like, among them those of the one which that is like."""
+    if "like" not in entry:
+        return {}
+    other = others[entry["like"]]
+    return {**_like(other, others), **other}
 
 
 def _models() -> str:
     rows = []
-    tried = _tried()
+    tried, keys = _tried()
     for module in sorted({module for module, _ in ARCHITECTURES.values()}):
         families: dict[str, list[str]] = {}
         for architecture, about in model_support.family_descriptions(module).items():
@@ -307,6 +323,7 @@ def _models() -> str:
             names = ", ".join(f"`{name}`" for name in architectures)
             file = f"[{module}.py](../../common/models/families/{module}.py)"
             models = sorted({model for name in architectures for model in tried.get(name, ())})
+            models = models or [f"{model} (keys)" for name in architectures for model in keys.get(name, ())]
             rows.append((names, *model_support.SPEC_STATUS, about, ", ".join(models), file))
     fallback = [(f"`{name}`", *model_support.FALLBACK_STATUS) for name in model_support.FALLBACK_ONLY]
     pooled = [(f"`{name}`", *model_support.POOLING_STATUS) for name in model_support.POOLED_BY_FALLBACK]
@@ -318,8 +335,9 @@ def _models() -> str:
         "to 3e-5.\n\nPer backend: *spec*: computed by pagoda from the family's specification; *fallback*: by "
         "transformers' code over pagoda's KV cache, with `--model-impl transformers` (on jax_tpu traced by torchax); "
         "*refused*: with what is missing.\n\n"
-        "*Configurations tried*: released models whose `config.json` gives the published number of parameters and "
-        "bytes of KV per token in a test.\n\n"
+        "*Configurations tried*: released models whose `config.json` gives, in a test, the published number of "
+        "parameters, if there is one, and the bytes of KV per token and of recurrent state that are computed by hand; "
+        "*(keys)*: those of which a test reads the keys, with fewer layers.\n\n"
         + _table(("architecture", *backends, "description", "configurations tried", "file"), rows)
         + "\n## Without a specification\n\nFor any other architecture `--model-impl auto` falls back to transformers "
         "([guide](../guides/transformers-models.md)), which runs it if its attention goes through transformers' "

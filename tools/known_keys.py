@@ -4,9 +4,10 @@
     python tools/known_keys.py --check    exit with 1 if the file would change
 
 The files of transformers are parsed, never imported. A key is known if its configuration class or a base class declares
-it, maps it or takes it out of its keyword arguments, or if the modelling file of the same folder reads it. Its default
-is the declared one, else the literal that `__post_init__` puts in the place of None. Keys that shared modules of
-transformers read, such as those of masks and caches, are known to every type.
+it, maps it or takes it out of its keyword arguments, or if the modelling file of the same folder reads it; where there
+is none, that of the class with which transformers computes the type. Its default is the declared one, else the literal
+that `__post_init__` puts in the place of None. Keys that shared modules of transformers read, such as those of masks
+and caches, are known to every type.
 
 `common.models.hf_config.known_keys` says how the table is used; `tests/common/models/test_known_keys.py` compares it
 with the installed transformers.
@@ -37,6 +38,7 @@ TABLE: Final = ROOT / "common" / "models" / "hf_config" / "known_keys.json"
 SHARED: Final = ("modeling_rope_utils.py", "masking_utils.py", "cache_utils.py", "modeling_utils.py")
 """Modules whose functions take the configuration of any model."""
 
+GENERATORS: Final = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 BASE: Final = "PreTrainedConfig"
 DEFAULT_THETA: Final = 10_000.0
 """Base of RoPE of configuration classes that state none."""
@@ -245,18 +247,50 @@ class Transformers:
         shared = set(self.shared_keys())
         entries: dict[str, dict[str, Any]] = {}
         for path in sorted((self.folder / "models").glob("*/configuration_*.py")):
-            modelling = path.with_name(path.name.replace("configuration_", "modeling_"))
-            if not modelling.is_file():
+            modelling = self._modelling(path)
+            if modelling is None:
                 continue
             text = modelling.read_text(encoding="utf-8")
             architectures = sorted(name for name in _CLASS.findall(text) if _is_computed(name))
             if not architectures:
                 continue
             read = set(_read_keys(ast.parse(text))) | shared
+            lender = self._declared(modelling) if modelling.parent != path.parent else {}
             for known in self.classes(path).values():
                 if known.path == path and "vocab_size" in {*known.names}:
-                    entries[str(known.attributes["model_type"])] = _entry(known, read, shared, architectures)
+                    entry = _entry(known, read, shared, architectures, lender)
+                    entries[str(known.attributes["model_type"])] = entry
         return dict(sorted(entries.items()))
+
+    def _modelling(self, path: Path) -> Path | None:
+        """Return the modelling file of a configuration file: its own, or that of the class which computes its type."""
+        own = path.with_name(path.name.replace("configuration_", "modeling_"))
+        if own.is_file():
+            return own
+        kinds = (str(known.attributes.get("model_type")) for known in self.classes(path).values())
+        return next((self._files[self._generators[kind]] for kind in kinds if kind in self._generators), None)
+
+    def _declared(self, modelling: Path) -> dict[str, Any]:
+        """Return the defaults of the configuration classes beside a modelling file."""
+        classes = self.classes(modelling.with_name(modelling.name.replace("modeling_", "configuration_")))
+        return {key: value for known in classes.values() for key, value in known.declared.items()}
+
+    @cached_property
+    def _generators(self) -> dict[str, str]:
+        """The class with which transformers generates text, by `model_type`."""
+        tree = ast.parse((self.folder / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
+        for node in tree.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=[pairs])) if name == GENERATORS:
+                    return {kind: name for kind, name in ast.literal_eval(pairs) if name in self._files}
+        return {}
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        """The modelling file of each class for generation."""
+        files = sorted((self.folder / "models").glob("*/modeling_*.py"))
+        found = ((name, path) for path in files for name in _CLASS.findall(path.read_text(encoding="utf-8")))
+        return {name: path for name, path in found if name.endswith("ForCausalLM")}
 
     def _base(self) -> ConfigClass:
         return self.classes(self.folder / "configuration_utils.py")[BASE]
@@ -266,7 +300,10 @@ def _is_computed(architecture: str) -> bool:
     return architecture in TEXT_TOWERS or (_MODEL_CLASS.search(architecture) is not None and is_supported(architecture))
 
 
-def _entry(known: ConfigClass, read: set[str], shared: set[str], architectures: list[str]) -> dict[str, Any]:
+def _entry(
+    known: ConfigClass, read: set[str], shared: set[str], architectures: list[str], lender: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the entry of a configuration class. `lender`: defaults of the type whose modelling file it shares."""
     declared = known.declared | {key: value for key, value in known.replaced.items() if known.declared.get(key) is None}
     if "rope_parameters" in declared:
         theta = known.attributes.get("default_theta", DEFAULT_THETA)
@@ -274,6 +311,7 @@ def _entry(known: ConfigClass, read: set[str], shared: set[str], architectures: 
     kept = {key: value for key, value in sorted(declared.items()) if not is_harmless(key) and key not in known.computed}
     # A list has an entry per layer, so it is no default for another number of layers.
     defaults = {key: value for key, value in kept.items() if not isinstance(value, list | NoneType | EllipsisType)}
+    defaults |= {key: None for key, value in kept.items() if value is None and lender.get(key) is not None}
     mapping = known.attributes.get("attribute_map")
     others = {*known.names, *read} - defaults.keys() - shared
     return {

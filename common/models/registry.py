@@ -60,6 +60,7 @@ ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
     "Ernie4_5_MoeForCausalLM": ("mixtures", "ERNIE_MOE"),
     "Exaone4ForCausalLM": ("llama_block", "EXAONE4"),
     "ExaoneForCausalLM": ("llama_block", "EXAONE"),
+    "ExaoneMoEForCausalLM": ("sigmoid_mixtures", "EXAONE_MOE"),
     "ExaoneMoeForCausalLM": ("sigmoid_mixtures", "EXAONE_MOE"),
     "Fairseq2LlamaForCausalLM": ("llama_block", "FAIRSEQ2"),
     "FalconForCausalLM": ("gpt_block", "FALCON"),

@@ -166,7 +166,6 @@ TEXT_TYPES: Final[dict[str, TextType]] = {
     "cohere2": TextType("Cohere2ForCausalLM"),
     "deepseek_v3": TextType("DeepseekV3ForCausalLM"),
     "exaone4": TextType("Exaone4ForCausalLM"),
-    "exaone4_5_text": TextType("Exaone4ForCausalLM"),
     "gemma3_text": TextType("Gemma3ForCausalLM", _sizes(262_208, 2304, 9216, 26, 8, 4, 131_072)),
     "gemma4_unified_text": TextType("Gemma4ForCausalLM", {"hidden_size_per_layer_input": 0, "sliding_window": 1024}),
     "gpt_oss": TextType("GptOssForCausalLM"),
@@ -187,6 +186,9 @@ TEXT_TYPES: Final[dict[str, TextType]] = {
     "qwen3_vl_moe_text": TextType("Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
 }
 """`model_type` of a text section -> its text model."""
+
+_RENAMED_TYPES: Final = {"exaone4_5_text": "exaone4"}
+"""`model_type` of a text section in a release's first files -> the one that transformers reads it as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,8 @@ def _nested(config: Mapping[str, Any], name: str, tower: TextTower, path: tuple[
         section = section.get(key)
         if not isinstance(section, Mapping):
             return None
+    kind = str(section.get("model_type"))
+    section = {**section, "model_type": _RENAMED_TYPES[kind]} if kind in _RENAMED_TYPES else section
     architecture, defaults = _architecture(name, tower, section)
     text = {**section, **{key: value for key, value in outer.items() if section.get(key) is None}}
     if "tie_word_embeddings" in outer and _written_by_transformers_5(config):

@@ -26,7 +26,7 @@ OTHER_NAMES = {
     *("LLaMAForCausalLM", "MPTForCausalLM", "PhiMoEForCausalLM", "RWForCausalLM", "StableLMEpochForCausalLM"),
     *("TeleChat3ForCausalLM", "XverseForCausalLM", "DotsOCRForCausalLM", "Param2MoEForCausalLM"),
     *("SarvamMoEForCausalLM", "TeleChatForCausalLM", "MiniMaxText01ForCausalLM"),
-    *("MistralLarge3ForCausalLM", "MiMoV2ForCausalLM", "MiniMaxM3ForCausalLM"),
+    *("MistralLarge3ForCausalLM", "MiMoV2ForCausalLM", "MiniMaxM3ForCausalLM", "ExaoneMoEForCausalLM"),
 }
 """Architectures of the same families as others among the cases."""
 CASES = read_cases()

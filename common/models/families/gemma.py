@@ -256,18 +256,17 @@ def _gemma4_full_heads(config: HfConfig, kinds: Sequence[str], grouped: bool) ->
     """Return head dim and KV heads of full layers (None: as in the others), from either form of the config."""
     head_dim = config.opt_size("global_head_dim", 512)
     kv_heads = config.nullable("num_global_key_value_heads", int)
-    sections = config.section("per_layer_config")
+    sections = config.layer_sections("per_layer_config", len(kinds))
     if sections is None:
         return head_dim, kv_heads if grouped else None
     values = set()
     for layer, kind in enumerate(kinds):
-        section = sections.section(str(layer))
+        section = sections.get(layer)
         if (section is None) == (kind == _GEMMA4_FULL):
             raise config.error("per_layer_config", f"must have an entry for each full layer and no other; see {layer}")
         if section is not None:
             values.add((section.size("head_dim"), section.nullable("num_key_value_heads", int)))
             section.finish()
-    sections.finish()
     if len(values) != 1:
         raise config.error("per_layer_config", "differs from full layer to full layer")
     return values.pop()

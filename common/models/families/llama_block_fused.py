@@ -329,6 +329,8 @@ def _phi3(config: HfConfig) -> ModelSpec:
 def _phi(config: HfConfig) -> ModelSpec:
     attention = rotary_attention(config, config.size("hidden_size"), partial=0.5)
     attention = replace(attention, qkv_bias=True, out_bias=True)
+    if attention.rope is not None:
+        config.expect("rotary_dim", attention.rope.dim)  # Early files state it beside the factor.
     norm = layer_norm(config)
     if config.opt("qk_layernorm", bool, False):
         attention = replace(attention, qk_norm=norm)

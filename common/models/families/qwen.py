@@ -108,8 +108,10 @@ def _qk_norm_attention(config: HfConfig) -> Attention:
 
 
 def _window(config: HfConfig) -> int | None:
-    window = config.window(4096)
-    return window if config.opt("use_sliding_window", bool, False) else None
+    if config.opt("use_sliding_window", bool, False):
+        return config.window(4096)
+    config.ignore("sliding_window")  # transformers 5 writes 0 there.
+    return None
 
 
 def _moe(config: HfConfig) -> Moe:

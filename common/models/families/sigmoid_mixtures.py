@@ -5,8 +5,8 @@ The families, in the order of this file:
 - `Glm4MoeForCausalLM`: GLM-4.5 to 4.7: experts with sigmoid scores after leading dense layers, RoPE on half of each
   head.
 - `Dots1ForCausalLM`: dots.llm1: norms on q and k, sliding windows in some layers, experts with sigmoid scores.
-- `ExaoneMoeForCausalLM`: K-EXAONE: EXAONE 4's attention in a pre-norm block, experts with sigmoid scores after leading
-  dense layers.
+- `ExaoneMoEForCausalLM`, `ExaoneMoeForCausalLM`: K-EXAONE: EXAONE 4's attention in a pre-norm block, experts with
+  sigmoid scores after leading dense layers.
 - `BailingMoeForCausalLM`, `BailingMoeV2ForCausalLM`, `Param2MoEForCausalLM`, `SarvamMoEForCausalLM`: Ling and Ring 1
   and 2 (Bailing), Sarvam 30B, Param 2: experts with softmax or sigmoid scores, q-k-v fused.
 - `AfmoeForCausalLM`: AFMoE (Arcee Trinity): gated attention with RoPE in windowed layers only, four norms, experts with
@@ -120,8 +120,11 @@ def _exaone_moe(config: HfConfig) -> ModelSpec:
     config.alias("n_shared_experts", "num_shared_experts")
     # These keys are of layers that only propose drafts.
     config.ignore("num_nextn_predict_layers", "mtp_loss_factor", "mtp_share_layers")
-    if "mlp_layer_types" in config:
-        config.ignore("is_moe_layer", "first_last_k_dense_replace")  # These keys state the same in another form.
+    # Released files state in these keys what those of transformers do in `mlp_layer_types`.
+    sparse = config.opt("is_moe_layer", list, [])
+    config.ignore("first_last_k_dense_replace")
+    if sparse and "mlp_layer_types" not in config:
+        config.set("mlp_layer_types", ["sparse" if is_moe else "dense" for is_moe in sparse])
     config.default("routed_scaling_factor", 2.5)
     config.default("num_experts_per_tok", 8)
     config.default("moe_intermediate_size", 1024)
@@ -635,18 +638,17 @@ def _step35_mixers(config: HfConfig, kinds: tuple[str, ...]) -> list[Attention]:
 
 def _step35_sliding_heads(config: HfConfig, kinds: tuple[str, ...], default: int) -> int:
     """Return the query heads of windowed layers, which transformers 5 writes layer by layer."""
-    sections = config.section("per_layer_config")
+    sections = config.layer_sections("per_layer_config", len(kinds))
     if sections is None:
         return default
     counts = set()
     for layer, kind in enumerate(kinds):
-        section = sections.section(str(layer))
+        section = sections.get(layer)
         if (section is None) != (kind == "full_attention"):
             raise config.error("per_layer_config", f"must have an entry for each windowed layer, no other; see {layer}")
         if section is not None:
             counts.add(section.size("num_attention_heads"))
             section.finish()
-    sections.finish()
     if len(counts) > 1:
         raise config.error("per_layer_config", "differs from windowed layer to windowed layer")
     return counts.pop() if counts else default

@@ -224,6 +224,24 @@ class HfConfig:
             return None
         return HfConfig(values, label=f"{key}, {self._label}", path=(*self._path, key))
 
+    def layer_sections(self, key: str, layers: int) -> Mapping[int, HfConfig] | None:
+        """Return readers of the objects that a nested object has for some layers, by layer number; None if absent.
+
+        transformers 5 pads the numbers with zeros. Each reader is to be finished separately.
+        """
+        sections = self.section(key)
+        if sections is None:
+            return None
+        found: dict[int, HfConfig] = {}
+        for name in sections._values:
+            section = sections.section(name) if name.isdecimal() and int(name) not in found else None
+            if section is not None:
+                found[int(name)] = section
+        if above := [layer for layer in found if layer >= layers]:
+            raise self.error(key, f"has an entry for layer {above[0]} of {layers} layers")
+        sections.finish()
+        return found
+
     def finish(self) -> None:
         """Raise ModelError naming every unread key that could matter, and the override that drops it."""
         if self._values.get("use_sliding_window") is False:

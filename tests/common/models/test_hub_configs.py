@@ -82,6 +82,7 @@ def test_keys_added_by_writers_do_not_change_the_spec(kind: str) -> None:
         ("Mixtral-8x7B-v0.1", "attention_bias", True, "attention_bias is True; only False is supported"),
         ("Phi-4-mini-instruct", "lm_head_bias", True, "lm_head_bias is True; only False is supported"),
         ("Qwen3-4B", "mlp_bias", True, "mlp_bias is True; only False is supported"),
+        ("phi-2", "rotary_dim", 64, "rotary_dim is 64; only 32 is supported"),
         ("gpt2", "attention_bias", False, "attention_bias is False; only True is supported"),
         ("opt-125m", "attention_bias", False, "attention_bias is False; only True is supported"),
         ("gpt2-medium", "n_special", 5, "n_special is 5; only 0 is supported"),
@@ -132,6 +133,17 @@ def test_bookkeeping_keys_and_mechanisms_that_are_off_do_not_change_the_spec(ext
 def test_mechanisms_that_are_on_are_refused_by_families_without_them(extra: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         spec({**GENERATORS["Llama-2-7b-hf"], **extra})
+
+
+@each_row(
+    ("name", "extra"),
+    [
+        ("Qwen1.5-MoE-A2.7B", {"use_sliding_window": False, "sliding_window": 0}),  # As transformers 5 writes it.
+        ("phi-2", {"rotary_dim": 32}),  # As early files have it, beside the factor.
+    ],
+)
+def test_keys_that_say_what_others_say_do_not_change_the_spec(name: str, extra: dict[str, Any]) -> None:
+    assert spec({**GENERATORS[name], **extra}) == spec(GENERATORS[name])
 
 
 def test_families_with_the_same_layers_under_other_names() -> None:

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-from support.checkpoints.real_models import REAL
+from support.checkpoints.real_models import FOUND, OTHERS, REAL
 from support.servers.hub_configs import GENERATORS, SAVED
 from support.suite.rows import each_row
 
@@ -51,14 +51,16 @@ def test_the_table_is_what_the_installed_transformers_says() -> None:
         ("gemma2", {"head_dim": 256, "attn_logit_softcapping": 50.0, "tie_word_embeddings": True}),
         ("qwen3_vl_text", {"head_dim": 128, "rope_theta": 500_000.0}),
         ("phimoe", {"rope_theta": 1e6, "max_position_embeddings": 4096 * 32}),
-        ("ministral3", {"head_dim": 128, "sliding_window": None, "num_key_value_heads": 8}),
+        ("ministral3", {"head_dim": 128, "sliding_window": ..., "num_key_value_heads": 8}),
         ("gpt2", {"n_embd": 768, "hidden_size": 768, "scale_attn_weights": True}),
-        ("deepseek_v32", {"head_dim": None}),  # transformers computes it from others.
+        ("deepseek_v32", {"head_dim": ...}),  # transformers computes it from others.
+        ("exaone", {"num_hidden_layers": 32, "num_layers": 32, "rms_norm_eps": 1e-5}),  # Llama's class computes it.
+        ("sarvam_mla", {"q_lora_rank": None, "moe_intermediate_size": 2048}),  # DeepSeek-V3's, with its own defaults.
     ],
 )
 def test_defaults_of_classes(kind: str, defaults: dict[str, Any]) -> None:
     known = known_type(kind).defaults
-    assert {key: known.get(key) for key in defaults} == defaults
+    assert {key: known.get(key, ...) for key in defaults} == defaults
     if kind == "ministral3":
         assert known["rope_parameters"]["factor"] == 16.0
 
@@ -176,34 +178,22 @@ def test_code_that_is_not_there_could_read_any_key() -> None:
 @each_row(
     ("name", "key", "value"),
     [
-        ("Qwen2-7B-Instruct", "dual_chunk_attention_config", {"chunk_size": 262144}),
         ("Kimi-Linear-48B-A3B-Instruct", "attn_res_block_size", 12),
         ("Kimi-Linear-48B-A3B-Instruct", "routed_expert_hidden_size", 3584),
         ("Kimi-Linear-48B-A3B-Instruct", "mla_use_output_gate", True),
         ("Kimi-Linear-48B-A3B-Instruct", "swirl", 1),
         ("MiMo-V2-Flash", "swirl", 1),
         ("MiniMax-M2", "swirl", 1),
-        ("MiniMax-M2", "attn_type_list", [0, 1]),
         ("Llama-2-7b-hf", "sliding_window", 4096),
-        ("Llama-2-7b-hf", "attention_chunk_size", 8192),
-        ("Llama-2-7b-hf", "layer_types", ["sliding_attention", "full_attention"]),
         ("Llama-2-7b-hf", "alibi", True),
-        ("Llama-2-7b-hf", "logits_scaling", 16.0),
-        ("Llama-2-7b-hf", "residual_multiplier", 0.22),
         ("Llama-2-7b-hf", "use_qk_norm", True),
         ("Llama-2-7b-hf", "is_encoder_decoder", True),
         ("Llama-2-7b-hf", "block_configs", [{}]),
-        ("Llama-2-7b-hf", "no_rope_layers", [1, 0]),
         ("Llama-2-7b-hf", "per_layer_config", {"1": {"hidden_size": 2}}),
-        ("Mistral-7B-v0.1", "attention_bias", True),
         ("Mistral-7B-v0.1", "parallel_attn", True),
-        ("gemma-2-9b", "use_bidirectional_attention", True),
         ("gemma-2-9b", "query_rescale_scalar", [2.0]),
-        ("Qwen3-4B", "mlp_bias", True),
         ("Qwen3-Coder-30B-A3B-Instruct", "qkv_bias", True),
-        ("Phi-4-mini-instruct", "lm_head_bias", True),
         ("Mixtral-8x7B-v0.1", "attention_bias", True),
-        ("gpt2", "add_cross_attention", True),
         ("Orion-14B-Chat", "rope_ratio", 4.0),
         ("Orion-14B-Chat", "alibi", True),
         ("Orion-14B-Chat", "attention_bias", True),
@@ -215,3 +205,62 @@ def test_keys_that_matter_are_refused_by_name(name: str, key: str, value: object
     spec_from_config(config)
     with pytest.raises(ModelError, match=rf"config\.json: {key} "):
         spec_from_config({**config, key: value})
+
+
+WHOLE = {**FOUND, **OTHERS}
+
+
+@each_row(
+    ("name", "key", "value"),
+    [
+        ("Baichuan2-7B", "alibi", True),
+        ("CodeLlama-34b-Instruct-hf", "pruned_heads", {"3": [1]}),
+        ("DeepSeek-V2-Lite", "index_head_dim", 128),
+        ("DeepSeek-V3", "index_topk", 2048),
+        ("Devstral-2-123B-Instruct", "attention_bias", True),
+        ("EXAONE-3.5-7.8B", "sliding_window", 4096),
+        ("EXAONE-4.0-32B", "mlp_bias", True),
+        ("K-EXAONE-236B-A23B", "swiglu_limit", 7.0),
+        ("LFM2.5-VL-1.6B", "sliding_window", 4096),
+        ("Llama-3.2-3B-Instruct", "attention_chunk_size", 8192),
+        ("Llama-4-Scout-17B-16E-Instruct", "qk_layernorm", True),
+        ("Meta-Llama-3-70B", "no_rope_layers", [0, 1]),
+        ("MiniCPM3-4B", "index_topk", 64),
+        ("MiniMaxAI/MiniMax-M2.5", "attn_type_list", [0] + [1] * 61),
+        ("Mistral-7B-Instruct-v0.3", "attention_bias", True),
+        ("Mistral-Nemo-Instruct-2407", "mlp_bias", True),
+        ("Phi-3-mini", "lm_head_bias", True),
+        ("Phi-3.5-MoE-instruct", "n_shared_experts", 1),
+        ("Qwen-7B", "use_qk_norm", True),
+        ("Qwen/Qwen3-Coder-480B-A35B-Instruct", "use_qk_norm", False),
+        ("Qwen2.5-7B-Instruct", "dual_chunk_attention_config", {"chunk_size": 262144}),
+        ("Qwen2.5-VL-7B-Instruct", "mlp_bias", True),
+        ("Qwen3-4B", "mlp_bias", True),
+        ("Qwen3.5-9B", "use_sliding_window", True),
+        ("RedPajama-INCITE-Chat-3B-v1", "sliding_window", 512),
+        ("SmolLM-1.7B", "residual_multiplier", 0.22),
+        ("Trinity-Mini", "attention_sink", True),
+        ("Yi-34B", "logits_scaling", 16.0),
+        ("c4ai-command-r-v01", "sliding_window", 4096),
+        ("chatglm3-6b", "use_qk_norm", True),
+        ("deepseek-moe-16b-chat", "n_group", 8),
+        ("falcon-40b", "qk_layernorm", True),
+        ("gemma-2-9b", "use_bidirectional_attention", True),
+        ("glm-4-9b-chat", "sliding_window", 1024),
+        ("gpt2-medium", "add_cross_attention", True),
+        ("internlm2-chat-7b", "attention_multiplier", 0.5),
+        ("meta-llama/Meta-Llama-3.1-8B", "layer_types", ["sliding_attention"] * 32),
+        ("moonshotai/Kimi-K2-Instruct", "attn_res_block_size", 12),
+        ("openai/gpt-oss-20b", "attention_chunk_size", 64),
+        ("stablelm-3b-4e1t", "mlp_bias", True),
+        ("starcoder2-7b", "qk_layernorm", True),
+        ("zai-org/GLM-5", "sliding_window", 4096),
+    ],
+)
+def test_files_with_one_key_that_matters_are_refused_by_name(name: str, key: str, value: object) -> None:
+    """The files alone are accepted in test_real_models.py."""
+    config = WHOLE[name].config
+    stated = {key: value}
+    changed = {"text_config": {**config["text_config"], **stated}} if "text_config" in config else stated
+    with pytest.raises(ModelError, match=rf"config\.json: {key} "):
+        spec_from_config({**config, **changed})

@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 import pytest
-from support.checkpoints.real_models import FOUND, REAL, Real
+from support.checkpoints.real_models import FOUND, OTHERS, REAL, Real
 from support.servers.hub_configs import GENERATORS, SAVED
 from support.suite.rows import each_row
 
@@ -16,6 +16,7 @@ from pagoda.common.models.families.drafters import mtp_drafter
 from pagoda.common.models.mixers.caches import StateCache
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
+from pagoda.common.models.spec import Moe
 
 
 @each_row("name", REAL)
@@ -26,15 +27,29 @@ def test_size_and_bytes_per_token(name: str) -> None:
 def check(real: Real, config: dict[str, Any]) -> None:
     """Compare what a config.json gives with the published facts."""
     spec, _ = spec_from_config(config)
-    assert sum(param.size for param in params(spec).values()) == pytest.approx(real.parameters, rel=0.01)
+    if real.parameters is not None:
+        assert sum(param.size for param in params(spec).values()) == pytest.approx(real.parameters, rel=0.01)
     per_token = sum(cache.block_elements(1) for cache in spec.caches if not isinstance(cache, StateCache))
     assert 2 * per_token == real.kv_bytes
+    assert 4 * sum(cache.elements for cache in spec.caches if isinstance(cache, StateCache)) == real.state_bytes
 
 
 @each_row("name", FOUND)
 def test_files_as_they_are_on_the_hub(name: str) -> None:
     """Whole files, with every key that their writers put there."""
     check(FOUND[name], FOUND[name].config)
+
+
+@each_row("name", OTHERS)
+def test_files_of_other_origin(name: str) -> None:
+    check(OTHERS[name], OTHERS[name].config)
+
+
+def test_eighty_files_of_other_origin_have_a_published_size() -> None:
+    """The rest are what transformers' classes have as defaults."""
+    sized = [real.origin for real in OTHERS.values() if real.parameters is not None]
+    assert len([origin for origin in sized if not origin.startswith("transformers ")]) >= 80
+    assert not any("aiconfigurator" in origin for origin in sized)
 
 
 def test_seventy_seven_files_of_eighty_six_are_accepted() -> None:
@@ -79,6 +94,21 @@ def test_the_drafting_module_of_exaone_is_left_out() -> None:
     spec, family = spec_from_config({**config, "num_nextn_predict_layers": 1})
     assert spec == spec_from_config(config)[0]
     assert any(fnmatch("mtp.layers.0.mlp.up_proj.weight", pattern) for pattern in family.ignored)
+
+
+def test_mixtures_of_k_exaone_are_stated_in_three_ways() -> None:
+    """Layer by layer as in released files, in transformers' words, or by the number of dense layers."""
+    config = OTHERS["K-EXAONE-236B-A23B"].config
+    expected = spec_from_config(config)[0]
+    rest = {key: value for key, value in config.items() if "moe_layer" not in key and "dense_replace" not in key}
+    kinds = ["dense"] + ["sparse"] * 47
+    for stated in ({"mlp_layer_types": kinds}, {"first_k_dense_replace": 1}):
+        assert spec_from_config({**rest, **stated})[0] == expected
+    assert [isinstance(layer.ffn, Moe) for layer in expected.layers] == config["is_moe_layer"]
+    dense = spec_from_config({**config, "is_moe_layer": [False, False] + [True] * 46})[0]
+    assert [isinstance(layer.ffn, Moe) for layer in dense.layers[:3]] == [False, False, True]
+    with pytest.raises(ModelError, match="mlp_layer_types has 2 entries for 48 layers"):
+        spec_from_config({**config, "is_moe_layer": [False, True]})
 
 
 @each_row(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.checkpoints.real_models import REAL
+from support.checkpoints.real_models import FOUND, REAL
 from support.suite.rows import each_row
 
 from pagoda.common.errors import ModelError
@@ -393,6 +393,36 @@ def test_both_names_of_a_section() -> None:
             assert spec_from_config(config)[0] == spec_from_config(section)[0]
             with pytest.raises(ModelError, match=rf"""'\{{"{key}": \{{"swirl": null"""):
                 spec_from_config({**config, key: {**section, "swirl": 1}})
+
+
+def test_keys_of_the_drafting_module_of_exaone_45_are_unknown_to_its_class() -> None:
+    """Its first files have a type of text that transformers reads as EXAONE 4."""
+    config = {**REAL["EXAONE-4.0-32B"].config, "transformers_version": "5.3.0.dev0", "architectures": None}
+    plain = spec_from_config({**config, "architectures": ["Exaone4ForCausalLM"]})[0]
+    extra = {"_num_mtp_layers": 1, "mtp_loss_scaling_factor": 0.05, "mtp_share_layers": True}
+    for kind in ("exaone4", "exaone4_5_text"):
+        text = {**config, **extra, "model_type": kind}
+        file = {"architectures": ["Exaone4_5_ForConditionalGeneration"], "text_config": text}
+        assert spec_from_config({**file, "transformers_version": "5.3.0.dev0"})[0] == plain
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+def test_full_heads_of_gemma_4_that_are_stated_layer_by_layer(digits: int) -> None:
+    """transformers 5 writes the layers' numbers with as many digits as the last one has."""
+    config = FOUND["google/gemma-4-26B-A4B"].config["text_config"] | {"architectures": ["Gemma4ForCausalLM"]}
+    full = [layer for layer, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    section = {"head_dim": config["global_head_dim"], "num_key_value_heads": config["num_global_key_value_heads"]}
+    stated = {f"{layer:0{digits}}": section for layer in full}
+    rest = {key: value for key, value in config.items() if key not in ("global_head_dim", "num_global_key_value_heads")}
+    assert spec_from_config({**rest, "per_layer_config": stated})[0] == spec_from_config(config)[0]
+    for changed, words in (
+        ({**stated, "99": section}, "per_layer_config has an entry for layer 99 of 30 layers"),
+        ({**stated, f"{full[0]:03}": section}, f"{full[0]:03} unknown key"),
+        ({**stated, "last": section}, "last unknown key"),
+        ({name: stated[name] for name in list(stated)[1:]}, f"for each full layer and no other; see {full[0]}"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            spec_from_config({**rest, "per_layer_config": changed})
 
 
 def test_heads_of_windowed_layers_that_are_stated_one_by_one() -> None:
