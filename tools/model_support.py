@@ -28,7 +28,6 @@ _TRIED: Final = (
     "MinistralForCausalLM",
     "ModernBertDecoderForCausalLM",
     "NanoChatForCausalLM",
-    "SolarOpenForCausalLM",
     "YoutuForCausalLM",
 )
 """Architectures whose logits are compared in tests/models/transformers_models/test_transformers_models.py."""

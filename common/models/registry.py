@@ -160,6 +160,7 @@ ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
     "SeedOssForCausalLM": ("llama_block", "SEED_OSS"),
     "SmolLM3ForCausalLM": ("llama_block", "SMOLLM3"),
     "SolarForCausalLM": ("llama_block", "SOLAR"),
+    "SolarOpenForCausalLM": ("sigmoid_mixtures", "SOLAR_OPEN"),
     "StableLMEpochForCausalLM": ("gpt_block", "STABLELM"),
     "StableLmForCausalLM": ("gpt_block", "STABLELM"),
     "Starcoder2ForCausalLM": ("gpt_block", "STARCODER2"),

@@ -487,6 +487,11 @@ TINY = (
     Tiny("deepseek3-one-group", "DeepseekV3ForCausalLM", {**ROUTED, "n_group": 1, "topk_group": 1}, LATENT),
     Tiny("glm4-moe", "Glm4MoeForCausalLM", {**ROUTED, "attention_bias": True, "head_dim": 16}),
     Tiny("glm4-moe-norms", "Glm4MoeForCausalLM", {**ROUTED, "use_qk_norm": True, "norm_topk_prob": False}),
+    Tiny(
+        "solar-open",
+        "SolarOpenForCausalLM",
+        {**ROUTED, "first_k_dense_replace": 0, "attention_bias": True, "head_dim": 16},
+    ),
     Tiny("dots1", "Dots1ForCausalLM", {**ROUTED, "sliding_window": WINDOW, "max_window_layers": 2}),
     Tiny("dots1-biased", "Dots1ForCausalLM", {**ROUTED, "attention_bias": True, "norm_topk_prob": True}),
     Tiny(

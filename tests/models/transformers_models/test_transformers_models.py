@@ -101,7 +101,6 @@ ROPES = {
 }
 """Frequencies depend on the length of the sequence."""
 EXPERTS: dict[str, Any] = {**MOE, "head_dim": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-ROUTED: dict[str, Any] = {**EXPERTS, "n_routed_experts": 4, "num_local_experts": 4, "n_shared_experts": 1}
 THREE: dict[str, Any] = {"num_hidden_layers": 3, "sliding_window": 7, "head_dim": 8}
 TYPES: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 MORE = [
@@ -124,7 +123,6 @@ MORE = [
     ),
     tiny.Tiny("MinistralForCausalLM", "MinistralForCausalLM", {**THREE, **TYPES}),
     tiny.Tiny("ModernBertDecoderForCausalLM", "ModernBertDecoderForCausalLM", {"pad_token_id": 0, "sliding_window": 7}),
-    tiny.Tiny("SolarOpenForCausalLM", "SolarOpenForCausalLM", {**ROUTED}),
 ]
 """Architectures that no other case has: their logits once, on the reference backend."""
 NANO = tiny.Tiny("nano", "NanoChatForCausalLM", {"max_position_embeddings": 128})
