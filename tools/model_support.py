@@ -24,7 +24,6 @@ _TRIED: Final = (
     "HrmTextForCausalLM",
     "Kolibri1ForCausalLM",
     "LagunaForCausalLM",
-    "LongcatFlashForCausalLM",
     "MinistralForCausalLM",
     "ModernBertDecoderForCausalLM",
     "NanoChatForCausalLM",

@@ -106,6 +106,7 @@ ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
     "Lfm3ForCausalLM": ("linear_attention", "LFM3"),
     "Llama4ForCausalLM": ("mixtures", "LLAMA4"),
     "LlamaForCausalLM": ("llama_block", "LLAMA"),
+    "LongcatFlashForCausalLM": ("latent", "LONGCAT_FLASH"),
     "MPTForCausalLM": ("gpt_block", "MPT"),
     "Mamba2ForCausalLM": ("state_space", "MAMBA2"),
     "MambaForCausalLM": ("state_space", "MAMBA"),

@@ -127,6 +127,8 @@ def _routed(spec: Moe, build: CudaBuildContext, prefix: str, expert_scale: Tenso
             correction=correction,
             expert_scale=expert_scale,
             weighs_input=spec.weighs_input,
+            identity=spec.identity,
+            adds_identity=build.comm.rank == 0,
             adapters=None if adapters is None else adapters.of_experts(*names, batch_invariant=build.batch_invariant),
             batch_invariant=build.batch_invariant,
             use_kernel=device.use_kernels,

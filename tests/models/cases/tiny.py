@@ -156,6 +156,12 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 2,
     "n_routed_experts": 4,
 }
+LONGCAT: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "moe_topk": 3},
+    **{"ffn_hidden_size": 48, "expert_ffn_hidden_size": 20, "n_routed_experts": 6, "zero_expert_num": 2},
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "head_dim": 8},
+    **{"v_head_dim": 10, "max_position_embeddings": 64, "routed_scaling_factor": 6.0},
+}
 ROUTED: dict[str, Any] = {
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
@@ -525,6 +531,8 @@ TINY = (
         },
         LATENT,
     ),
+    Tiny("longcat-flash", "LongcatFlashForCausalLM", {}, LONGCAT),
+    Tiny("longcat-flash-biased", "LongcatFlashForCausalLM", {"attention_bias": True, "zero_expert_num": 5}, LONGCAT),
     Tiny(
         "minimax-m2",
         "MiniMaxM2ForCausalLM",

@@ -110,17 +110,6 @@ MORE = [
     tiny.Tiny("HrmTextForCausalLM", "HrmTextForCausalLM", {"head_dim": 8, "num_key_value_heads": 4}),
     tiny.Tiny("Kolibri1ForCausalLM", "Kolibri1ForCausalLM", {**EXPERTS, **THREE, **TYPES}),
     tiny.Tiny("LagunaForCausalLM", "LagunaForCausalLM", {**EXPERTS}),
-    tiny.Tiny(
-        "LongcatFlashForCausalLM",
-        "LongcatFlashForCausalLM",
-        {
-            **{"vocab_size": tiny.VOCAB, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "moe_topk": 3},
-            **{"ffn_hidden_size": 48, "expert_ffn_hidden_size": 20, "n_routed_experts": 6, "zero_expert_num": 2},
-            **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "head_dim": 8},
-            **{"v_head_dim": 10, "max_position_embeddings": 64},
-        },
-        {},
-    ),
     tiny.Tiny("MinistralForCausalLM", "MinistralForCausalLM", {**THREE, **TYPES}),
     tiny.Tiny("ModernBertDecoderForCausalLM", "ModernBertDecoderForCausalLM", {"pad_token_id": 0, "sliding_window": 7}),
 ]
