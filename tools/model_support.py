@@ -18,7 +18,6 @@ FALLBACK_STATUS: Final = ("fallback",) * len(BACKENDS)
 _TRIED: Final = (
     "BeamForCausalLM",
     "BioGptForCausalLM",
-    "BitNetForCausalLM",
     "CTRLLMHeadModel",
     "DiffLlamaForCausalLM",
     "HrmTextForCausalLM",

@@ -40,6 +40,7 @@ ARCHITECTURES: Final[dict[str, tuple[str, str]]] = {
     "BailingMoeV2_5ForCausalLM": ("linear_attention", "LING25"),
     "BailingMoeV3ForCausalLM": ("linear_attention", "LING3"),
     "BambaForCausalLM": ("state_space", "BAMBA"),
+    "BitNetForCausalLM": ("llama_block", "BITNET"),
     "BloomForCausalLM": ("gpt_block", "BLOOM"),
     "ChatGLMForConditionalGeneration": ("llama_block_fused", "CHATGLM"),
     "ChatGLMModel": ("llama_block_fused", "CHATGLM"),

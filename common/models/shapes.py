@@ -32,6 +32,7 @@ def _mlp(prefix: str, mlp: Mlp, width: int) -> Iterator[Param]:
     if mlp.learned is not None:
         yield Param(f"{prefix}.curvature_p", (1,), ".")
         yield Param(f"{prefix}.curvature_n", (1,), ".")
+    yield from norm_params(f"{prefix}.inner_norm", mlp.inner_norm, mlp.width, "F")
 
 
 def _moe(prefix: str, moe: Moe, width: int) -> Iterator[Param]:

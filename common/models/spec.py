@@ -58,6 +58,7 @@ class Mlp:
     clip: float | None = None  # In a gated Mlp act(gate x) is at most this, and up x within plus or minus this.
     sparsity: float = 0.0
     # Of a gated Mlp: gate x minus this quantile of the normal distribution with its mean and deviation, then relu.
+    inner_norm: Norm | None = None  # Norm of what the matrix down reads.
 
     def __post_init__(self) -> None:
         assert self.learned is None or not self.gated, "a learned activation has no gate"
@@ -66,6 +67,7 @@ class Mlp:
         assert self.clip is None or (self.gated and self.clamped is None and not self.sparsity), (
             "a plain gate is clipped"
         )
+        assert self.inner_norm is None or self.inner_norm.is_plain, "channels of hidden values have weights alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ class Moe:
     def __post_init__(self) -> None:
         """Raise ModelError if groups do not fit the experts, or fewer can be chosen than must be."""
         assert self.expert.learned is None, "experts have no learned activation"
+        assert self.expert.inner_norm is None, "experts have no norm of hidden values"
         plain = not self.weighs_input and self.latent is None and self.router.groups is None
         assert plain or not self.identity, "an identity expert returns x, with the router's weight"
         if self.weighs_input and self.router.top_k != 1:

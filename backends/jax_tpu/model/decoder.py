@@ -91,7 +91,7 @@ def exchanged_pieces(spec: ModelSpec, chip: ChipInfo, tensor: int, tokens: int, 
 def _exchanges_pieces(layer: Layer) -> bool:
     sums = not layer.parallel and layer.low_rank is None and layer.block is None and not layer.output_scale
     mixes = len(layer.mixers) == 1 and ops_of(layer.mixers[0]).exchanges_pieces
-    return sums and mixes and isinstance(layer.ffn, Mlp) and not layer.ffn.sparsity
+    return sums and mixes and isinstance(layer.ffn, Mlp) and not (layer.ffn.sparsity or layer.ffn.inner_norm)
 
 
 class JaxDecoder(nnx.Module):

@@ -154,6 +154,13 @@ def scale_norm(
     return x if bias is None else x + bias.astype(jnp.float32)
 
 
+def split_norm(x: jax.Array, spec: Norm, weight: jax.Array, channels: int) -> jax.Array:
+    """Normalise x [T, n], a device's part of `channels` channels; weight [n]. Keeps x's dtype."""
+    wide = x.astype(jnp.float32)
+    mean = all_reduce(jnp.square(wide).sum(-1, keepdims=True)) / channels
+    return scale_norm(wide, mean, spec, weight).astype(x.dtype)
+
+
 def make_ffn(spec: Ffn, width: int, build: JaxBuildContext) -> MlpFfn | MoeFfn:
     """Create the module of a feed-forward block."""
     match spec:
@@ -224,6 +231,7 @@ class MlpFfn(nnx.Module):
         lora = build.lora
         self.lora_in = None if lora is None else JaxLora("D", width, names, build)
         self.lora_out = None if lora is None else JaxLora("F", inner, (AdapterOutputs("D", (width,)),), build)
+        self.inner_norm = None if spec.inner_norm is None else build.parameter("F", inner)
         learned = spec.learned is not None
         self.curvature_p = build.parameter(".", 1) if learned else None
         self.curvature_n = build.parameter(".", 1) if learned else None
@@ -251,7 +259,13 @@ class MlpFfn(nnx.Module):
             parts = parts + self.inner_bias[...]
         if self.spec.sparsity:
             parts = parts.at[:, 0].set(sparse(parts[:, 0], self.spec))
-        return self._activate(parts)
+        return self._normalised(self._activate(parts))
+
+    def _normalised(self, hidden: jax.Array) -> jax.Array:
+        """Apply the norm of the activations [T, F], if any. Padding is zero and adds nothing to the sums of squares."""
+        if self.spec.inner_norm is None or self.inner_norm is None:
+            return hidden
+        return split_norm(hidden, self.spec.inner_norm, self.inner_norm[...], self.spec.width)
 
     def outward(self, hidden: jax.Array, step: AnyStep) -> jax.Array:
         """Activations [T, F] -> this device's addend of the output [T, D] without its bias."""

@@ -150,5 +150,5 @@ def _ffn(ffn: Ffn) -> Iterator[tuple[str, Placement]]:
     for name, part in (("gate", 0), ("up", 1 if ffn.gated else 0)):
         yield name, Placement(("inner",), (part,), lambda w: w[None], matrix=True)
         yield f"{name}_bias", Placement(("inner_bias",), (part,), lambda b: b[None])
-    for name in ("down", "down_bias", "curvature_p", "curvature_n"):
+    for name in ("down", "down_bias", "inner_norm", "curvature_p", "curvature_n"):
         yield name, Placement((name,), matrix=name == "down")

@@ -498,6 +498,8 @@ TINY = (
         "SolarOpenForCausalLM",
         {**ROUTED, "first_k_dense_replace": 0, "attention_bias": True, "head_dim": 16},
     ),
+    Tiny("bitnet", "BitNetForCausalLM"),
+    Tiny("bitnet-biased", "BitNetForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
     Tiny("dots1", "Dots1ForCausalLM", {**ROUTED, "sliding_window": WINDOW, "max_window_layers": 2}),
     Tiny("dots1-biased", "Dots1ForCausalLM", {**ROUTED, "attention_bias": True, "norm_topk_prob": True}),
     Tiny(

@@ -105,7 +105,6 @@ THREE: dict[str, Any] = {"num_hidden_layers": 3, "sliding_window": 7, "head_dim"
 TYPES: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 MORE = [
     tiny.Tiny("BeamForCausalLM", "BeamForCausalLM", {**THREE, **TYPES}),
-    tiny.Tiny("BitNetForCausalLM", "BitNetForCausalLM"),
     tiny.Tiny("CTRLLMHeadModel", "CTRLLMHeadModel", {"dff": 48}),
     tiny.Tiny("HrmTextForCausalLM", "HrmTextForCausalLM", {"head_dim": 8, "num_key_value_heads": 4}),
     tiny.Tiny("Kolibri1ForCausalLM", "Kolibri1ForCausalLM", {**EXPERTS, **THREE, **TYPES}),

@@ -244,6 +244,7 @@ class NaiveModel:
         if mixer.blocks is not None:
             seen = self._in_blocks(f"{name}.blocks", mixer, mixer.blocks, x).repeat_interleave(group, 0)
         heads = self._attend(mixer, queries, k, v, seen, sinks)
+        heads = self._norm(f"{name}.out_norm", mixer.out_norm, heads)
         if mixer.output_gate:
             gate = self._linear(f"{name}.gate", x).sigmoid()
             heads = heads * (gate.repeat_interleave(mixer.value_width, 1) if mixer.gate_per_head else gate)
@@ -390,7 +391,8 @@ class NaiveModel:
         if mlp.learned is not None:
             p = self._weights[f"{name}.curvature_p"]
             n = self._weights[f"{name}.curvature_n"]
-            return self._linear(f"{name}.down", xielu(up, mlp.learned, p, n))
+            hidden = self._norm(f"{name}.inner_norm", mlp.inner_norm, xielu(up, mlp.learned, p, n))
+            return self._linear(f"{name}.down", hidden)
         if mlp.gated:
             gate = self._linear(f"{name}.gate", x, expert)
             if mlp.sparsity:
@@ -398,7 +400,7 @@ class NaiveModel:
             hidden = ops.gated(mlp, gate, up)
         else:
             hidden = ops.activation(mlp.activation)(up)
-        return self._linear(f"{name}.down", hidden, expert)
+        return self._linear(f"{name}.down", self._norm(f"{name}.inner_norm", mlp.inner_norm, hidden), expert)
 
     def _head(self, x: Tensor) -> Tensor:
         if self.spec.embedding.width not in (None, self.spec.width):

@@ -157,6 +157,11 @@ LAYERS = {
         GATED,
         Norms(before_mixer=RMS, before_ffn=RMS),
     ),
+    "norms of padded heads and hidden values": Layer(
+        (Attention(6, 2, 8, 0.3, ROPE, out_norm=RMS, out_bias=True),),
+        Mlp(22, "relu2", gated=True, inner_norm=RMS),
+        Norms(before_mixer=RMS, before_ffn=RMS),
+    ),
     "learned activation": Layer(
         (Attention(4, 4, 8, 0.3, ROPE),),
         Mlp(20, "silu", gated=False, learned=Xielu()),

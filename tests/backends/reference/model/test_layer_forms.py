@@ -67,6 +67,11 @@ FORMS = {
     "second half, identity experts first": replace(
         FULL, mixers=FULL.mixers * 2, ffn=IDENTITY, norms=BEFORE, second=SecondHalf(FED, _EXPERTS, NORM)
     ),
+    "norms before the projections out": replace(
+        FULL,
+        mixers=(replace(FULL.attention, out_norm=NORM),),
+        ffn=Mlp(48, "relu2", gated=True, bias=True, inner_norm=NORM),
+    ),
     "nothing": Layer((), None, Norms()),
     "root of ALiBi": _attending(rope=None, alibi_slopes=(0.5, 0.25, 0.1, 0.7), alibi_root=True),
     "chunks and the one before": _attending(chunk=4, chunk_lookback=1),

@@ -163,6 +163,9 @@ SPECS = {
     "several streams, per-layer embedding, sparse gates": with_streams(),
     "mixture beside the ffn, ffn alone": with_side_mixtures(),
     "second halves, identity experts": with_second_halves(),
+    "norms of heads and hidden values": spec(
+        Attention(4, 2, 8, 0.3, None, out_norm=RMS), Mlp(24, "relu2", gated=True, inner_norm=RMS), BEFORE
+    ),
     "latents, low-rank queries, biases": spec(replace(LATENT, query_rank=12, bias=True), GATED, BEFORE),
     "latents, growing queries, gated heads": spec(
         replace(LATENT, query_growth=QueryGrowth(0.3, 4), gate_per_head=True), GATED, BEFORE
