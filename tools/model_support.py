@@ -18,17 +18,14 @@ FALLBACK_STATUS: Final = ("fallback",) * len(BACKENDS)
 _TRIED: Final = (
     "BeamForCausalLM",
     "BioGptForCausalLM",
-    "BitNetForCausalLM",
     "CTRLLMHeadModel",
     "DiffLlamaForCausalLM",
     "HrmTextForCausalLM",
     "Kolibri1ForCausalLM",
     "LagunaForCausalLM",
-    "LongcatFlashForCausalLM",
     "MinistralForCausalLM",
     "ModernBertDecoderForCausalLM",
     "NanoChatForCausalLM",
-    "SolarOpenForCausalLM",
     "YoutuForCausalLM",
 )
 """Architectures whose logits are compared in tests/models/transformers_models/test_transformers_models.py."""

@@ -16,7 +16,7 @@ from pagoda.common.config.defaults import Platform
 from pagoda.common.config.groups.cache import CacheConfig
 from pagoda.common.errors import ConfigError
 from pagoda.common.models.mixers.caches import StateCache
-from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Moe
+from pagoda.common.models.spec import Ffn, Layer, Mlp, ModelSpec, Moe
 
 _BACKENDS: Final = {"gpu": "torch_cuda", "tpu": "jax_tpu"}
 MEMORY_SHARES: Final = {"gpu": 0.9, "tpu": 0.99}
@@ -128,11 +128,13 @@ def activation_bytes(options: BackendOptions) -> int:
 
 
 def _inner(layer: Layer) -> int:
-    """Return the channels between the matrices of a layer's ffn that a token computes."""
-    match layer.ffn:
+    """Return the channels between the matrices of a layer's widest ffn that a token computes."""
+    return max(map(_channels, layer.ffns.values()), default=0)
+
+
+def _channels(ffn: Ffn) -> int:
+    match ffn:
         case Mlp(width=width):
             return width
         case Moe() as moe:
             return moe.router.top_k * moe.expert.width + (0 if moe.shared is None else moe.shared.width)
-        case _:
-            return 0

@@ -104,7 +104,7 @@ class ExpertSeconds:
     """The experts of all mixtures with as many experts, of which a token chooses as many."""
 
     experts: int
-    chosen: int  # Number of experts that a token chooses.
+    chosen: float  # Mean number of experts that a token runs through.
     token: float = 0.0  # Seconds for the products of a token with all its experts.
     all: float = 0.0  # Seconds to read every expert.
 
@@ -339,10 +339,11 @@ class _Exchanges:
 
 
 def _reductions(layer: Layer) -> int:
-    """Return the all-reduces of a layer: one after its mixers and one after its ffn, or one for both."""
+    """Return the all-reduces of a layer: one after its mixers, one after each ffn; or one for both, side by side."""
     parts = bool(layer.mixers) + (layer.ffn is not None)
     part_reductions = min(parts, 1) if layer.parallel else parts
-    return part_reductions + (layer.block is not None) + (layer.shortcut is not None)
+    beside = (layer.block is not None) + (layer.shortcut is not None)
+    return part_reductions + beside + (0 if layer.second is None else 3)
 
 
 def _state_elements(served: ServedModel) -> Iterator[int]:
@@ -384,7 +385,7 @@ class _Linear:
     weights: float = 0.0
     sampled: float = 0.0
     head: float = 0.0
-    mixtures: dict[tuple[int, int], ExpertSeconds] = field(default_factory=dict)
+    mixtures: dict[tuple[int, float], ExpertSeconds] = field(default_factory=dict)
 
     @property
     def experts(self) -> tuple[ExpertSeconds, ...]:
@@ -414,7 +415,7 @@ class _Linear:
         return sums
 
     def _add_expert(self, moe: Moe, products: float, reading: float) -> None:
-        chosen = moe.router.top_k
+        chosen = moe.computed
         key = moe.experts, chosen
         before = self.mixtures.get(key, ExpertSeconds(experts=moe.experts, chosen=chosen))
         share = chosen / moe.experts
@@ -438,9 +439,6 @@ def _mixture_of(name: str, spec: ModelSpec) -> Moe:
     """Return the mixture that an expert's parameter belongs to."""
     layer = spec.layers[_layer_of(name)]
     part = name.split(".", 2)[2]
-    if layer.side_moe is not None and part.startswith("side."):
-        return layer.side_moe.moe
-    if layer.shortcut is not None and part.startswith("shortcut."):
-        return layer.shortcut.moe
-    assert isinstance(layer.ffn, Moe), "experts belong to a mixture"
-    return layer.ffn
+    ffn = next(ffn for prefix, ffn in layer.ffns.items() if part.startswith(f"{prefix}."))
+    assert isinstance(ffn, Moe), "experts belong to a mixture"
+    return ffn

@@ -30,10 +30,16 @@ def make_ffn(spec: Ffn, ops: DecoderOps, makers: BlockMakers, prefix: str) -> Li
 def make_mlp(spec: Mlp, ops: DecoderOps, makers: BlockMakers, prefix: str, down: Linear) -> Linear:
     """Return the MLP as a function of x [T, D]; `down`: its second product, or the rank's part of it."""
     inner = _inner(ops, prefix)
+    if spec.inner_norm is not None:
+        down = _after(ops.split_norm(spec.inner_norm, f"{prefix}.inner_norm", spec.width), down)
     if (learned := spec.learned) is None:
         return makers.mlp(spec, prefix, inner, down)
     p, n = (ops.tensor(f"{prefix}.curvature_{sign}") for sign in "pn")
     return lambda x: down(xielu(inner(x), learned, curvature_p=p, curvature_n=n))
+
+
+def _after(first: Linear, second: Linear) -> Linear:
+    return lambda x: second(first(x))
 
 
 def _inner(ops: DecoderOps, prefix: str) -> Linear:

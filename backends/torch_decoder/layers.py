@@ -23,7 +23,16 @@ from pagoda.backends.torch_decoder.ops import (
     Stream,
 )
 from pagoda.backends.torch_decoder.streams import with_streams
-from pagoda.common.models.spec import InputBlock, Layer, LowRankResidual, Mlp, ModelSpec, Shortcut, SideMoe
+from pagoda.common.models.spec import (
+    InputBlock,
+    Layer,
+    LowRankResidual,
+    Mlp,
+    ModelSpec,
+    SecondHalf,
+    Shortcut,
+    SideMoe,
+)
 
 
 def make_layers(spec: ModelSpec, ops: DecoderOps, makers: BlockMakers) -> tuple[LayerStep, ...]:
@@ -52,7 +61,10 @@ class DecoderLayer:
     ) -> None:
         norms = spec.norms
         self.ops = ops
-        self.mixers = tuple(mixers)
+        self.mixers = tuple(mixers if spec.second is None else mixers[:-1])
+        self.second = None
+        if spec.second is not None:
+            self.second = SecondHalfStep(spec.second, mixers[-1], ops, makers, f"{prefix}.second")
         self.ffn = None if spec.ffn is None else make_ffn(spec.ffn, ops, makers, f"{prefix}.ffn")
         self.norm_after_add = spec.norm_after_add
         self.scale = spec.residual_scale
@@ -64,7 +76,7 @@ class DecoderLayer:
         self.shortcut = None
         if spec.shortcut is not None:
             self.shortcut = make_shortcut(spec.shortcut, ops, makers, f"{prefix}.shortcut")
-        of_mixer, of_ffn = _only_readers(spec, makers, prefix)
+        of_mixer, of_ffn = only_readers(spec, makers, prefix)
         self.before_mixer = ops.rounding_norm(norms.before_mixer, f"{prefix}.norms.before_mixer", of_mixer)
         self.after_mixer = ops.norm(norms.after_mixer, f"{prefix}.norms.after_mixer")
         self.before_ffn = ops.rounding_norm(norms.before_ffn, f"{prefix}.norms.before_ffn", of_ffn)
@@ -79,7 +91,7 @@ class DecoderLayer:
 
     def _run(self, stream: Stream, *mixer_inputs: object) -> Stream:
         if not self.mixers:
-            return stream if self.ffn is None else self._feed(stream)
+            return stream if self.ffn is None else self._feed(stream, *mixer_inputs)
         residual, update = stream
         x, residual = self.before_mixer(update, residual)
         return self._mix(x, residual, *mixer_inputs)
@@ -100,15 +112,16 @@ class DecoderLayer:
         stream = self._after(self.after_mixer, x if self.norm_residual else residual, mixed)
         if self.low_rank is not None:
             stream = None, (self.ops.add(*stream) + self.low_rank(x)) * 2**-0.5
-        return stream if self.ffn is None else self._feed(stream)
+        return stream if self.ffn is None else self._feed(stream, *mixer_inputs)
 
-    def _feed(self, stream: Stream) -> Stream:
+    def _feed(self, stream: Stream, *mixer_inputs: object) -> Stream:
         assert self.ffn is not None, "the layer has an ffn"
         residual, update = stream
         x, residual = self.before_ffn(update, residual)
         fed = self.ffn(x)
         fed = fed if self.side is None else self.side(fed, residual)
-        return self._after(self.after_ffn, x if self.norm_residual else residual, fed)
+        stream = self._after(self.after_ffn, x if self.norm_residual else residual, fed)
+        return stream if self.second is None else self.second(stream, x, *mixer_inputs)
 
     def _after(self, norm: NormStep, residual: Tensor, update: Tensor) -> Stream:
         if self.norm_after_add:
@@ -122,12 +135,13 @@ class DecoderLayer:
         return update if self.scale == 1.0 else update * self.scale
 
 
-def _only_readers(spec: Layer, makers: BlockMakers, prefix: str) -> tuple[str | None, str | None]:
+def only_readers(spec: Layer, makers: BlockMakers, prefix: str) -> tuple[str | None, str | None]:
     """Return the linear map that alone reads the norm before the mixers, and that before the ffn; None: others do."""
     if spec.parallel or spec.norm_residual or spec.block or spec.low_rank or spec.shortcut or spec.side_moe:
         return None, None
-    of_mixer = makers.only_reader(spec.mixers[0], f"{prefix}.mixers.0") if len(spec.mixers) == 1 else None
-    return of_mixer, f"{prefix}.ffn.inner" if isinstance(spec.ffn, Mlp) else None
+    side_by_side = len(spec.mixers) - (spec.second is not None)
+    of_mixer = makers.only_reader(spec.mixers[0], f"{prefix}.mixers.0") if side_by_side == 1 else None
+    return of_mixer, f"{prefix}.ffn.inner" if isinstance(spec.ffn, Mlp) and spec.second is None else None
 
 
 Part = TypeVar("Part")
@@ -196,6 +210,26 @@ def make_shortcut(spec: Shortcut, ops: DecoderOps, makers: BlockMakers, prefix: 
     norm = ops.norm(spec.norm, f"{prefix}.norm")
     mixture = make_ffn(spec.moe, ops, makers, f"{prefix}.moe")
     return lambda x: mixture(norm(x, None)[0])
+
+
+class SecondHalfStep:
+    """The mixer and the ffn after those of a layer, and the mixture beside them."""
+
+    def __init__(self, spec: SecondHalf, mixer: MixerStep, ops: DecoderOps, makers: BlockMakers, prefix: str) -> None:
+        self.second_mixer = mixer
+        self.mixer_norm = ops.norm(spec.norm, f"{prefix}.mixer_norm")
+        self.ffn_norm = ops.norm(spec.norm, f"{prefix}.ffn_norm")
+        self.ffn = make_ffn(spec.ffn, ops, makers, f"{prefix}.ffn")
+        self.mixture = make_ffn(spec.moe, ops, makers, f"{prefix}.moe")
+        self.add_both = ops.add_both
+
+    def __call__(self, stream: Stream, fed: Tensor, *mixer_inputs: object) -> Stream:
+        """Return the layer's output; `fed` [T, D]: what its first ffn reads."""
+        mixed = self.mixture(fed)
+        residual, update = stream
+        x, residual = self.mixer_norm(update, residual)
+        x, residual = self.ffn_norm(self.second_mixer(x, *mixer_inputs), residual)
+        return self.add_both(residual, self.ffn(x), mixed)
 
 
 def make_low_rank(spec: LowRankResidual, ops: DecoderOps, prefix: str) -> Linear:

@@ -87,6 +87,10 @@ class DecoderOps(Protocol):
         """Return the norm `name`, which may round its result for the linear map `reader`, its only one."""
         ...
 
+    def split_norm(self, spec: Norm, name: str, channels: int) -> Linear:
+        """Return the plain norm `name` of x [T, n], of whose `channels` each rank has a part."""
+        ...
+
     def activation(self, name: Activation) -> Linear:
         """Return the activation of x [T, n]."""
         ...

@@ -52,10 +52,14 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Tensors numbered `{e}` are stacked along a new axis 0 into one parameter."""
+    """Tensors numbered `{e}` are stacked along a new axis 0 into one parameter.
+
+    `surplus`: tensors of numbers beyond the axis are dropped; they are of experts that compute nothing.
+    """
 
     source: str
     target: str
+    surplus: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,11 @@ class Norm:
     bias: bool = False  # LayerNorm also adds a bias.
     scale: bool = True  # The result is multiplied by a weight.
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is an RMSNorm with weights alone, of whose channels tensor-parallel ranks may have a part each."""
+        return self == Norm(self.eps)
+
 
 @dataclass(frozen=True, slots=True)
 class Param:

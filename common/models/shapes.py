@@ -32,12 +32,13 @@ def _mlp(prefix: str, mlp: Mlp, width: int) -> Iterator[Param]:
     if mlp.learned is not None:
         yield Param(f"{prefix}.curvature_p", (1,), ".")
         yield Param(f"{prefix}.curvature_n", (1,), ".")
+    yield from norm_params(f"{prefix}.inner_norm", mlp.inner_norm, mlp.width, "F")
 
 
 def _moe(prefix: str, moe: Moe, width: int) -> Iterator[Param]:
-    yield from linear_params(f"{prefix}.router", moe.experts, width, "ED", moe.router.bias)
+    yield from linear_params(f"{prefix}.router", moe.choices, width, "ED", moe.router.bias)
     if moe.router.correction:
-        yield Param(f"{prefix}.router_correction", (moe.experts,), "E", float32=True)
+        yield Param(f"{prefix}.router_correction", (moe.choices,), "E", float32=True)
     if moe.latent is not None:
         yield Param(f"{prefix}.latent_in", (moe.latent, width), ".D")
         yield Param(f"{prefix}.latent_out", (width, moe.latent), "D.")
@@ -73,6 +74,11 @@ def _layer(prefix: str, layer: Layer, width: int, shares_block: bool = False) ->
     if layer.shortcut is not None:
         yield from norm_params(f"{prefix}.shortcut.norm", layer.shortcut.norm, width)
         yield from _moe(f"{prefix}.shortcut.moe", layer.shortcut.moe, width)
+    if layer.second is not None:
+        yield from norm_params(f"{prefix}.second.mixer_norm", layer.second.norm, width)
+        yield from norm_params(f"{prefix}.second.ffn_norm", layer.second.norm, width)
+        yield from _mlp(f"{prefix}.second.ffn", layer.second.ffn, width)
+        yield from _moe(f"{prefix}.second.moe", layer.second.moe, width)
 
 
 def _mixer(mixer: Mixer, width: int, *, shared: bool) -> Iterator[Param]:

@@ -58,6 +58,7 @@ class Mlp:
     clip: float | None = None  # In a gated Mlp act(gate x) is at most this, and up x within plus or minus this.
     sparsity: float = 0.0
     # Of a gated Mlp: gate x minus this quantile of the normal distribution with its mean and deviation, then relu.
+    inner_norm: Norm | None = None  # Norm of what the matrix down reads.
 
     def __post_init__(self) -> None:
         assert self.learned is None or not self.gated, "a learned activation has no gate"
@@ -66,6 +67,7 @@ class Mlp:
         assert self.clip is None or (self.gated and self.clamped is None and not self.sparsity), (
             "a plain gate is clipped"
         )
+        assert self.inner_norm is None or self.inner_norm.is_plain, "channels of hidden values have weights alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,10 @@ class SparseMixer:
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """Mixture of `experts` Mlps, weighted by the router, plus a shared Mlp that runs on every token."""
+    """Mixture of `experts` Mlps, weighted by the router, plus a shared Mlp that runs on every token.
+
+    The router also chooses among `identity` experts, numbered after the others, whose output is their input.
+    """
 
     experts: int
     expert: Mlp
@@ -120,13 +125,17 @@ class Moe:
     weighs_input: bool = False  # The router's weight multiplies the input of the expert instead of its output.
     latent: int | None = None
     # Channels that the experts read and write: latent_out(sum of experts(latent_in x)). Router and shared Mlp read x.
+    identity: int = 0  # Number of experts that return their input.
 
     def __post_init__(self) -> None:
         """Raise ModelError if groups do not fit the experts, or fewer can be chosen than must be."""
         assert self.expert.learned is None, "experts have no learned activation"
+        assert self.expert.inner_norm is None, "experts have no norm of hidden values"
+        plain = not self.weighs_input and self.latent is None and self.router.groups is None
+        assert plain or not self.identity, "an identity expert returns x, with the router's weight"
         if self.weighs_input and self.router.top_k != 1:
             raise ModelError(f"weighted inputs of {self.router.top_k} experts per token are not supported, only of one")
-        available = self.experts
+        available = self.choices
         groups = self.router.groups
         if groups is not None:
             size = self.experts // groups.count
@@ -136,6 +145,16 @@ class Moe:
             available = size * groups.used
         if not 0 < self.router.top_k <= available:
             raise ModelError(f"a token cannot choose {self.router.top_k} of {available} experts")
+
+    @property
+    def choices(self) -> int:
+        """The number of experts that the router chooses among."""
+        return self.experts + self.identity
+
+    @property
+    def computed(self) -> float:
+        """The number of Mlps of experts that a token runs through, if all experts are chosen equally often."""
+        return self.router.top_k * self.experts / self.choices
 
 
 Ffn = Mlp | Moe
@@ -154,6 +173,7 @@ class SideMoe:
 
     def __post_init__(self) -> None:
         assert self.moe.latent is None, "the experts beside an ffn read the stream"
+        assert not self.moe.identity, "the experts beside an ffn have learned factors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +201,22 @@ class Shortcut:
 
     moe: Moe
     norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class SecondHalf:
+    """A mixer and an ffn after the layer's own, and a mixture that runs beside all three (arXiv 2509.01322).
+
+    With n what the layer's first ffn reads, and h what its first half returns:
+
+        h += mixer(mixer_norm(h)); h += ffn(ffn_norm(h)) + moe(n)
+
+    The mixer is the layer's last one.
+    """
+
+    ffn: Mlp
+    moe: Moe
+    norm: Norm  # Both norms are alike, each with weights of its own.
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +255,7 @@ class Norms:
 class Layer:
     """x += after_mixer(mixer(before_mixer(x))); x += after_ffn(ffn(before_ffn(x))).
 
-    Several mixers run side by side on the same input and their outputs are added.
+    Several mixers run side by side on the same input and their outputs are added; not those of a block or second half.
     """
 
     mixers: tuple[Mixer, ...]  # There may be none: the layer begins with the ffn, or does nothing.
@@ -235,6 +271,7 @@ class Layer:
     blend: Blend | None = None
     shortcut: Shortcut | None = None
     block: InputBlock | None = None  # Its attention is the first mixer.
+    second: SecondHalf | None = None  # Its mixer is the last one.
 
     def __post_init__(self) -> None:
         assert not self.parallel or (self.mixers and self.ffn is not None), "a parallel layer has mixers and an ffn"
@@ -248,6 +285,12 @@ class Layer:
         assert self.block is None or len(self.mixers) > 1, "a block has mixers that read its output"
         changed = self.norm_residual or self.parallel or self.output_scale or self.shortcut or self.low_rank
         assert self.block is None or not changed, "a block comes before mixers on a plain residual stream"
+        if self.second is not None:
+            assert len(self.mixers) > 1, "each half has a mixer"
+            assert self.ffn is not None, "each half has an ffn"
+            scaled = self.norm_after_add or self.residual_scale != 1.0
+            plain = not (changed or beside or scaled or self.block)
+            assert plain, "a second half follows a plain one"
 
     @property
     def attends_before(self) -> Attention:
@@ -263,6 +306,18 @@ class Layer:
         (mixer,) = self.mixers
         assert isinstance(mixer, Attention)
         return mixer
+
+    @property
+    def ffns(self) -> dict[str, Ffn]:
+        """The feed-forward blocks but that of an input block, by what the names of their parameters begin with."""
+        blocks = {
+            "ffn": self.ffn,
+            "side.moe": None if self.side_moe is None else self.side_moe.moe,
+            "shortcut.moe": None if self.shortcut is None else self.shortcut.moe,
+            "second.ffn": None if self.second is None else self.second.ffn,
+            "second.moe": None if self.second is None else self.second.moe,
+        }
+        return {name: ffn for name, ffn in blocks.items() if ffn is not None}
 
     @property
     def feed_forward(self) -> Ffn:

@@ -158,7 +158,9 @@ def check_names(
                 continue
             raise WeightError(f"tensor {name} belongs to no parameter of this model")
         if isinstance(match.rule, Stack):
-            parts.setdefault(match.targets[0], set()).add(match.numbers["e"])
+            target = match.targets[0]
+            if not match.rule.surplus or match.numbers["e"] < params[target].shape[0]:
+                parts.setdefault(target, set()).add(match.numbers["e"])
         else:
             filled.update(match.targets)
     filled |= {target for target, numbers in parts.items() if len(numbers) >= params[target].shape[0]}
@@ -281,8 +283,10 @@ class TensorMatch:
                 yield targets[0], _token_rows(name, tensor, tokens, difference, params[targets[0]])
             case Split():
                 yield from _split(name, tensor, self.rule, [params[target] for target in targets])
-            case Stack():
+            case Stack(surplus=surplus):
                 param = params[targets[0]]
+                if surplus and self.numbers["e"] >= param.shape[0]:
+                    return
                 part = _checked(name, tensor, False, param.name, param.shape[1:])
                 if param.name not in stacks:
                     stacks[param.name] = _PartialStack(param, self.source)

@@ -25,7 +25,7 @@ FILES_OF_A_SCHEME = 6
 FILES_OF_A_FIELD = 6
 
 FILES_OF_FIELDS = {
-    **{"request_id": 53, "max_tokens": 44, "top_k": 32, "cache_salt": 21, "prompt_logprobs": 21},
+    **{"request_id": 53, "max_tokens": 44, "top_k": 30, "cache_salt": 21, "prompt_logprobs": 21},
     **{"structured_outputs": 20, "max_length": 18, "skip_special_tokens": 18, "chat_template": 15},
     **{"chat_template_kwargs": 16, "extra_args": 15, "top_p": 15, "add_special_tokens": 14, "output_kind": 14},
     **{"json_schema": 12, "min_tokens": 12, "stop_token_ids": 11, "truncate_prompt_tokens": 11, "bad_words": 10},

@@ -145,7 +145,8 @@ def _token_bytes(model: StepModel) -> int:
     spec = model.spec
     if isinstance(spec, TransformersSpec):
         return 6 * 4 * spec.width * model.dtype.itemsize
-    mlps = [layer.ffn.shared if isinstance(layer.ffn, Moe) else layer.ffn for layer in spec.layers]
+    ffns = [ffn for layer in spec.layers for ffn in layer.ffns.values()]
+    mlps = [ffn.shared if isinstance(ffn, Moe) else ffn for ffn in ffns]
     mlps += [layer.block.ffn for layer in spec.layers if layer.block is not None]
     widest = max(8 * spec.width, *(spec.width if mlp is None else 6 * mlp.width for mlp in mlps))
     if spec.per_layer is not None:

@@ -49,6 +49,7 @@ from pagoda.backends.jax_tpu.model.streams import (
     JaxLayerParts,
     JaxLowRank,
     JaxPartUpdate,
+    JaxSecondHalf,
     JaxShortcut,
     JaxSideMoe,
     JaxStreamEnds,
@@ -75,7 +76,7 @@ def _scatters(spec: ModelSpec, tensor: int, tokens: int) -> bool:
     Sums over devices are then scattered, and norms gathered: as many bytes on the links as when sums are shared.
     """
     streams = spec.per_layer is not None or spec.alt_up is not None or bool(spec.block_owners) or bool(spec.blended)
-    plain = all(layer.side_moe is None and layer.shortcut is None for layer in spec.layers)
+    plain = all(not (layer.side_moe or layer.shortcut or layer.second) for layer in spec.layers)
     return not streams and plain and tensor > 1 and tokens % (_SCATTERED_TOKENS * tensor) == 0
 
 
@@ -90,7 +91,7 @@ def exchanged_pieces(spec: ModelSpec, chip: ChipInfo, tensor: int, tokens: int, 
 def _exchanges_pieces(layer: Layer) -> bool:
     sums = not layer.parallel and layer.low_rank is None and layer.block is None and not layer.output_scale
     mixes = len(layer.mixers) == 1 and ops_of(layer.mixers[0]).exchanges_pieces
-    return sums and mixes and isinstance(layer.ffn, Mlp) and not layer.ffn.sparsity
+    return sums and mixes and isinstance(layer.ffn, Mlp) and not (layer.ffn.sparsity or layer.ffn.inner_norm)
 
 
 class JaxDecoder(nnx.Module):
@@ -380,6 +381,7 @@ class JaxDecoderLayer(nnx.Module):
         plain = replace(build, lora=None)
         self.side = None if spec.side_moe is None else JaxSideMoe(spec.side_moe, width, plain.at("side"))
         self.shortcut = None if spec.shortcut is None else JaxShortcut(spec.shortcut, width, plain.at("shortcut"))
+        self.second = None if spec.second is None else JaxSecondHalf(spec.second, width, build.at("second"))
         self.part = None if model.per_layer is None else JaxPartUpdate(model.per_layer, width, build)
         self.alt_up = None if model.alt_up is None else JaxAltUp(model.alt_up, width, build)
         self.output_scale = build.parameter(".", 1) if spec.output_scale else None
@@ -444,27 +446,49 @@ class JaxDecoderLayer(nnx.Module):
         part = apply_norm(self.before_mixer, x if added is None else x + added)  # of the tokens, in a scattered step
         normed = gathered(part, step)
         updates = []
-        stacks = list(caches)
-        for number, (mixer, own) in enumerate(zip(self.mixers, arrays)):
-            taken = tuple(stacks[array] for array in own)
-            with jax.named_scope(type(mixer).__name__.removeprefix("Jax")):
-                mixed, taken = mixer(normed, taken, indices[number], rotations, step)
+        count = len(self.mixers) - (self.second is not None)
+        for number in range(count):
+            mixed, caches = self._mixed(number, normed, caches, arrays, indices, rotations, step)
             updates.append(mixed)
-            for array, cache in zip(own, taken):
-                stacks[array] = cache
         residual = part if self.spec.norm_residual else x
         if step.pieces > 1:
-            return self._feed_pieces(residual, updates[0], step), tuple(stacks)
+            return self._feed_pieces(residual, updates[0], step), caches
         y = self._add(residual, sum(updates[1:], start=updates[0]), self.after_mixer)
         if self.low_rank is not None:
             y = (y + self.low_rank(part)) * 2**-0.5
         if self.ffn is None:
-            return y, tuple(stacks)
+            return y, caches
+        if self.second is not None:
+            fed = apply_norm(self.before_ffn, y)
+            y = self._add(y, self._fed(fed, repeat, step), self.after_ffn)
+            normed = self.second.mixer_norm(y)
+            mixed, caches = self._mixed(count, normed, caches, arrays, indices, rotations, step)
+            return self.second.feed(y + mixed, fed, repeat, step), caches
         if not self.spec.parallel:
-            return self._feed(y, repeat, step), tuple(stacks)
+            return self._feed(y, repeat, step), caches
         if self.before_ffn is not None:
             normed = gathered(apply_norm(self.before_ffn, x), step)
-        return self._add(y, self._fed(normed, repeat, step), self.after_ffn), tuple(stacks)
+        return self._add(y, self._fed(normed, repeat, step), self.after_ffn), caches
+
+    def _mixed(
+        self,
+        number: int,
+        normed: jax.Array,
+        caches: Caches,
+        arrays: tuple[tuple[int, ...], ...],
+        indices: tuple[jax.Array, ...],
+        rotations: Rotations,
+        step: AnyStep,
+    ) -> tuple[jax.Array, Caches]:
+        """Return the output of a mixer [T, D], by its number, and the caches; arguments as of `__call__`."""
+        mixer = self.mixers[number]
+        stacks = list(caches)
+        taken = tuple(stacks[array] for array in arrays[number])
+        with jax.named_scope(type(mixer).__name__.removeprefix("Jax")):
+            mixed, taken = mixer(normed, taken, indices[number], rotations, step)
+        for array, cache in zip(arrays[number], taken):
+            stacks[array] = cache
+        return mixed, tuple(stacks)
 
     def _feed(self, x: jax.Array, repeat: jax.Array, step: AnyStep) -> jax.Array:
         """X [T, D] -> [T, D], after the feed-forward block."""

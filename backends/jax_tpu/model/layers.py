@@ -154,6 +154,13 @@ def scale_norm(
     return x if bias is None else x + bias.astype(jnp.float32)
 
 
+def split_norm(x: jax.Array, spec: Norm, weight: jax.Array, channels: int) -> jax.Array:
+    """Normalise x [T, n], a device's part of `channels` channels; weight [n]. Keeps x's dtype."""
+    wide = x.astype(jnp.float32)
+    mean = all_reduce(jnp.square(wide).sum(-1, keepdims=True)) / channels
+    return scale_norm(wide, mean, spec, weight).astype(x.dtype)
+
+
 def make_ffn(spec: Ffn, width: int, build: JaxBuildContext) -> MlpFfn | MoeFfn:
     """Create the module of a feed-forward block."""
     match spec:
@@ -224,6 +231,7 @@ class MlpFfn(nnx.Module):
         lora = build.lora
         self.lora_in = None if lora is None else JaxLora("D", width, names, build)
         self.lora_out = None if lora is None else JaxLora("F", inner, (AdapterOutputs("D", (width,)),), build)
+        self.inner_norm = None if spec.inner_norm is None else build.parameter("F", inner)
         learned = spec.learned is not None
         self.curvature_p = build.parameter(".", 1) if learned else None
         self.curvature_n = build.parameter(".", 1) if learned else None
@@ -251,7 +259,13 @@ class MlpFfn(nnx.Module):
             parts = parts + self.inner_bias[...]
         if self.spec.sparsity:
             parts = parts.at[:, 0].set(sparse(parts[:, 0], self.spec))
-        return self._activate(parts)
+        return self._normalised(self._activate(parts))
+
+    def _normalised(self, hidden: jax.Array) -> jax.Array:
+        """Apply the norm of the activations [T, F], if any. Padding is zero and adds nothing to the sums of squares."""
+        if self.spec.inner_norm is None or self.inner_norm is None:
+            return hidden
+        return split_norm(hidden, self.spec.inner_norm, self.inner_norm[...], self.spec.width)
 
     def outward(self, hidden: jax.Array, step: AnyStep) -> jax.Array:
         """Activations [T, F] -> this device's addend of the output [T, D] without its bias."""
@@ -275,7 +289,8 @@ class MoeFfn(nnx.Module):
     `router` [E, D]; `inner` [L, E, 2 or 1, F, D], gate and up; `down` [L, E, 1, F, D]: stacked over all repeats. D is
     last in both because it is a multiple of 128, which a device's part of F may not be. Quantised ones are
     `GroupedMatrix`, with F padded. Latent experts have the latent channels in place of D, between `latent_in`
-    [latent, D] and `latent_out` [D, latent]; the latter multiplies a device's addend.
+    [latent, D] and `latent_out` [D, latent]; the latter multiplies a device's addend. Rows of identity experts are
+    sorted last, as those of padding, and computed by no expert; the first device adds x for them.
     """
 
     def __init__(self, spec: Moe, width: int, build: JaxBuildContext) -> None:
@@ -284,9 +299,9 @@ class MoeFfn(nnx.Module):
         inner = build.ffn_width(spec.expert.width)
         parts = 2 if expert.gated else 1
         self.spec = spec
-        self.router = build.parameter("ED", spec.experts, width)
-        self.router_bias = build.parameter("E", spec.experts) if spec.router.bias else None
-        self.correction = build.float32().parameter("E", spec.experts) if spec.router.correction else None
+        self.router = build.parameter("ED", spec.choices, width)
+        self.router_bias = build.parameter("E", spec.choices) if spec.router.bias else None
+        self.correction = build.float32().parameter("E", spec.choices) if spec.router.correction else None
         self.inner = build.experts("inner", "E.DF", spec.experts, parts, channels, inner, transposed=True)
         self.inner_bias = build.parameter("E.F", spec.experts, parts, inner) if expert.bias else None
         self.down = build.experts("down", "E.FD", spec.experts, 1, inner, channels)
@@ -319,6 +334,8 @@ class MoeFfn(nnx.Module):
         weights, chosen = route(logits, self.spec.router, correction)
         weights = weights if expert_scale is None else weights * expert_scale[chosen]
         real = jnp.arange(tokens) < step.query_start[-1]
+        if self.spec.identity:
+            chosen = jnp.minimum(chosen, self.spec.experts)
         expert = jnp.where(real[:, None], chosen, self.spec.experts).reshape(-1)
         order = jnp.argsort(expert)
         sizes = (expert[:, None] == jnp.arange(self.spec.experts)).sum(0)
@@ -329,8 +346,11 @@ class MoeFfn(nnx.Module):
         rows = routed[order // top]  # of each (token, expert) pair, sorted by expert
         mask = None if step.adapter_mask is None else step.adapter_mask[order // top]
         out = self._experts(rows, expert[order], sizes.astype(jnp.int32), repeat, step, mask)
-        out = out[jnp.argsort(order)].reshape(tokens, top, -1).astype(jnp.float32) * weights[:, :, None]
-        mixed = out.sum(1)
+        out = out[jnp.argsort(order)].reshape(tokens, top, -1).astype(jnp.float32)
+        if self.spec.identity:
+            returned = jnp.where(jax.lax.axis_index(MODEL) == 0, x, 0).astype(jnp.float32)
+            out = jnp.where((chosen < self.spec.experts)[:, :, None], out, returned[:, None])
+        mixed = (out * weights[:, :, None]).sum(1)
         if self.latent_out is not None:
             mixed = project(mixed.astype(x.dtype), self.latent_out, step)
         mixed = mixed if self.shared is None else mixed + self._shared(self.shared, x, step)

@@ -146,17 +146,13 @@ def _fractions(model: Model, path: Path, tokens: int) -> tuple[float, float]:
     """Return the fractions of a parameter that a step reads and that one token computes with: below 1 for experts."""
     segment = segments(model.spec.layers)[int(path[1])]
     layer = segment.block[int(path[3])]
-    ffn = layer.ffn
     inner = path[4:]
-    if layer.side_moe is not None and inner[:2] == ("side", "moe"):
-        ffn = layer.side_moe.moe
-        inner = inner[1:]
-    elif inner[0] != "ffn":
-        return 1.0, 1.0
-    if not isinstance(ffn, Moe) or inner[1] not in _OF_EXPERTS:
-        return 1.0, 1.0
-    chosen = ffn.router.top_k / ffn.experts
-    return min(1.0, tokens * chosen), chosen
+    for prefix, ffn in layer.ffns.items():
+        parts = tuple(prefix.split("."))
+        if inner[: len(parts)] == parts and isinstance(ffn, Moe) and inner[len(parts)] in _OF_EXPERTS:
+            chosen = ffn.computed / ffn.experts
+            return min(1.0, tokens * chosen), chosen
+    return 1.0, 1.0
 
 
 def head_cost(model: Model) -> RooflineCost:

@@ -6,16 +6,17 @@ per-layer embedding.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pagoda.backends.jax_tpu.model.layers import ACTIVATIONS, JaxNorm, MoeFfn, lookup
+from pagoda.backends.jax_tpu.model.layers import ACTIVATIONS, JaxNorm, MlpFfn, MoeFfn, lookup
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, project
 from pagoda.backends.jax_tpu.model.slots import padded
-from pagoda.common.models.spec import AltUp, LowRankResidual, PerLayerEmbedding, Shortcut, SideMoe
+from pagoda.common.models.spec import AltUp, LowRankResidual, PerLayerEmbedding, SecondHalf, Shortcut, SideMoe
 
 _SMALLEST_SQUARE: Final = 1e-5
 """Of the mean square of a projection that is scaled to another's."""
@@ -148,6 +149,20 @@ class JaxShortcut(nnx.Module):
     def __call__(self, x: jax.Array, repeat: jax.Array, step: AnyStep) -> jax.Array:
         """Input of the layer [T, D] -> what is added to its output [T, D]."""
         return self.moe(self.norm(x), repeat, step)
+
+
+class JaxSecondHalf(nnx.Module):
+    """The norms, the ffn and the mixture of a layer's second half; its mixer is among the layer's."""
+
+    def __init__(self, spec: SecondHalf, width: int, build: JaxBuildContext) -> None:
+        self.mixer_norm, self.ffn_norm = (JaxNorm(spec.norm, width, build) for _ in range(2))
+        self.ffn = MlpFfn(spec.ffn, width, build.at("ffn"))
+        self.moe = MoeFfn(spec.moe, width, replace(build, lora=None).at("moe"))
+
+    def feed(self, x: jax.Array, fed: jax.Array, repeat: jax.Array, step: AnyStep) -> jax.Array:
+        """[T, D] after the mixer, and what the layer's first ffn read [T, D] -> the layer's output [T, D]."""
+        mixed = self.moe(fed, repeat, step)
+        return x + self.ffn(self.ffn_norm(x), step) + mixed
 
 
 def _rescaled(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ _PARTS: Final[dict[str, Path]] = {
     **{f"side.{name}": ("side", name, "weight") for name in ("ffn_norm", "input_norm", "output_norm", "router_norm")},
     "side.expert_scale": ("side", "expert_scale"),
     "shortcut.norm": ("shortcut", "norm", "weight"),
+    **{f"second.{name}": ("second", name, "weight") for name in ("mixer_norm", "ffn_norm")},
     **{f"low_rank.{name}": ("low_rank", name) for name in ("left", "right")},
     **{f"per_layer.{name}": ("part", name) for name in ("gate", "out")},
     **{f"alt_up.{name}": ("alt_up", name) for name in ("router", "prediction", "correction", "scale")},
@@ -85,12 +86,9 @@ def _layer(layer: Layer, tensor: int) -> Iterator[tuple[str, Placement]]:
     for index, mixer in enumerate(layer.mixers[before:], start=before):
         for name, placement in _mixer(mixer, tensor):
             yield f"mixers.{index}.{name}", _inside(placement, "mixers", index - before)
-    for name, placement in () if layer.ffn is None else _ffn(layer.ffn):
-        yield f"ffn.{name}", _inside(placement, "ffn")
-    for name, placement in () if layer.side_moe is None else _ffn(layer.side_moe.moe):
-        yield f"side.moe.{name}", _inside(placement, "side", "moe")
-    for name, placement in () if layer.shortcut is None else _ffn(layer.shortcut.moe):
-        yield f"shortcut.moe.{name}", _inside(placement, "shortcut", "moe")
+    for prefix, ffn in layer.ffns.items():
+        for name, placement in _ffn(ffn):
+            yield f"{prefix}.{name}", _inside(placement, *prefix.split("."))
     for name, target in _PARTS.items():
         yield name, Placement(target)
 
@@ -152,5 +150,5 @@ def _ffn(ffn: Ffn) -> Iterator[tuple[str, Placement]]:
     for name, part in (("gate", 0), ("up", 1 if ffn.gated else 0)):
         yield name, Placement(("inner",), (part,), lambda w: w[None], matrix=True)
         yield f"{name}_bias", Placement(("inner_bias",), (part,), lambda b: b[None])
-    for name in ("down", "down_bias", "curvature_p", "curvature_n"):
+    for name in ("down", "down_bias", "inner_norm", "curvature_p", "curvature_n"):
         yield name, Placement((name,), matrix=name == "down")

@@ -83,6 +83,7 @@ def _routed(spec: Moe, ops: ReferenceOps, makers: BlockMakers, prefix: str, expe
     correction = ops.get(f"{prefix}.router_correction")
     names = [f"{prefix}.experts.{number}" for number in range(spec.experts)]
     experts = [make_mlp(spec.expert, ops, makers, name, ops.linear(f"{name}.down")) for name in names]
+    experts += [lambda rows: rows] * spec.identity
     adapters_of: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext
     if ops.adapters is not None:
         adapters_of = ops.adapters.active.at

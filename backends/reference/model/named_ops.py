@@ -89,6 +89,9 @@ class ReferenceOps:
 
         return step
 
+    def split_norm(self, spec: Norm, name: str, channels: int) -> Linear:
+        return self._normalise(spec, name)
+
     def rounding_norm(self, spec: Norm | None, name: str, reader: str | None) -> NormStep:
         return self.norm(spec, name)
 

@@ -30,11 +30,8 @@ def load_layer(weights: NamedWeights, prefix: str, layer: Layer, shares_block: b
     for index, mixer in list(enumerate(layer.mixers))[layer.block is not None :]:
         name = f"{prefix}.mixers.{index}"
         parts[name] = ops_of(mixer).load(weights, name, mixer)
-    if layer.ffn is not None:
-        parts |= _load_ffn(weights, f"{prefix}.ffn", layer.ffn)
-    for name, beside in {"side": layer.side_moe, "shortcut": layer.shortcut}.items():
-        if beside is not None:
-            parts |= _load_ffn(weights, f"{prefix}.{name}.moe", beside.moe)
+    for name, ffn in layer.ffns.items():
+        parts |= _load_ffn(weights, f"{prefix}.{name}", ffn)
     parts |= {name: weights.take_wide(name) for name in weights.names}
     return {name: part for name, part in parts.items() if part is not None}
 

@@ -51,7 +51,7 @@ def _mlp(spec: Mlp, build: CudaBuildContext, prefix: str, inner: Linear, down: L
         return down(act(inner(x), name, use_kernel=use_kernel))
 
     if not spec.sparsity:
-        plain = spec.gated and spec.clamped is None and spec.clip is None
+        plain = spec.gated and spec.clamped is None and spec.clip is None and spec.inner_norm is None
         return _rounding_mlp(name, inner, down, mlp, build) if plain and build.rounds(f"{prefix}.down") else mlp
     cut = make_sparse(NormalDist().inv_cdf(spec.sparsity), build.comm)
 
@@ -127,6 +127,8 @@ def _routed(spec: Moe, build: CudaBuildContext, prefix: str, expert_scale: Tenso
             correction=correction,
             expert_scale=expert_scale,
             weighs_input=spec.weighs_input,
+            identity=spec.identity,
+            adds_identity=build.comm.rank == 0,
             adapters=None if adapters is None else adapters.of_experts(*names, batch_invariant=build.batch_invariant),
             batch_invariant=build.batch_invariant,
             use_kernel=device.use_kernels,

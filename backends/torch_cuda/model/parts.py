@@ -169,6 +169,20 @@ class CudaBuildContext:
         norm = self._row_norm(spec, name)
         return lambda x: norm(x)[0]
 
+    def split_norm(self, spec: Norm, name: str, channels: int) -> Linear:
+        """Return the plain norm `name` of x [T, n], of whose `channels` each rank has a part."""
+        comm = self.comm
+        if comm.size == 1:
+            return self.rows_norm(spec, name)
+        weight = self.params[name].float()
+
+        def norm(x: Tensor) -> Tensor:
+            wide = x.float()
+            squares = comm.all_reduce(wide.square().sum(1, keepdim=True))
+            return (wide * torch.rsqrt(squares / channels + spec.eps) * weight).to(x.dtype)
+
+        return norm
+
     def _row_norm(self, spec: Norm, name: str) -> RowNorm:
         return RowNorm(
             self.params[name] if spec.scale else self.params["embed"].new_ones(self.width),

@@ -75,21 +75,14 @@ def _part(mixers: Sequence[Mixer], layers: Sequence[Layer], size: int) -> str | 
         if (heads := mixer.indivisible(size)) is not None:
             return heads
     for layer in dict.fromkeys(layers):
-        beside = (layer.side_moe, layer.shortcut)
-        block = None if layer.block is None else layer.block.ffn
-        for mlp in (
-            *_mlps(layer.ffn),
-            *_mlps(block),
-            *(mlp for each in beside if each is not None for mlp in _mlps(each.moe)),
-        ):
+        blocks = [] if layer.block is None else [layer.block.ffn]
+        for mlp in (mlp for ffn in (*layer.ffns.values(), *blocks) for mlp in _mlps(ffn)):
             if mlp.width % size:
                 return f"the ffn width of {mlp.width}"
     return None
 
 
-def _mlps(ffn: Ffn | None) -> list[Mlp]:
-    if ffn is None:
-        return []
+def _mlps(ffn: Ffn) -> list[Mlp]:
     if isinstance(ffn, Mlp):
         return [ffn]
     return [ffn.expert] if ffn.shared is None else [ffn.expert, ffn.shared]

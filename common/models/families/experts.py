@@ -14,13 +14,19 @@ FFN: Final = "layers.{l}.ffn"
 
 
 def expert_rules(
-    source: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", moe: str = FFN
+    source: str,
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    *,
+    moe: str = FFN,
+    surplus: bool = False,
 ) -> tuple[Rule, ...]:
-    """Rules of routed experts whose matrices are stored one by one."""
+    """Rules of routed experts whose matrices are stored one by one. `surplus`: there may be more, that are dropped."""
     return (
-        Stack(f"{source}.{{e}}.{gate}.weight", f"{moe}.experts.gate"),
-        Stack(f"{source}.{{e}}.{up}.weight", f"{moe}.experts.up"),
-        Stack(f"{source}.{{e}}.{down}.weight", f"{moe}.experts.down"),
+        Stack(f"{source}.{{e}}.{gate}.weight", f"{moe}.experts.gate", surplus),
+        Stack(f"{source}.{{e}}.{up}.weight", f"{moe}.experts.up", surplus),
+        Stack(f"{source}.{{e}}.{down}.weight", f"{moe}.experts.down", surplus),
     )
 
 

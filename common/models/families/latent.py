@@ -7,6 +7,8 @@ The families, in the order of this file:
   V2 on, experts.
 - `AXK1ForCausalLM`, `GlmMoeDsaForCausalLM`, `PanguUltraMoEForCausalLM`, `SarvamMLAForCausalLM`: DeepSeek-V3 with other
   details: A.X-K1, GLM-5 (sparse attention, from 5.2 on with shared selections), Sarvam 105B, openPangu Ultra.
+- `LongcatFlashForCausalLM`: LongCat-Flash: layers of two halves, latent attention and an MLP in each, with a mixture
+  beside them, some of whose experts return their input.
 - `Mistral4ForCausalLM`, `MistralLarge3ForCausalLM`: Mistral Large 3 and Mistral 4: DeepSeek's latent attention with
   queries that grow, experts with softmax scores.
 - `MiniCPM3ForCausalLM`: MiniCPM 3: latent attention, with MiniCPM's factors on embedding, updates and logits.
@@ -14,6 +16,7 @@ The families, in the order of this file:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from pagoda.common.models import hf_config
@@ -21,6 +24,7 @@ from pagoda.common.models.families.experts import (
     FUSED_EXPERT_RULES,
     MOE_RULES,
     corrected_sigmoid_router,
+    expert_rules,
     leading_dense,
     routed_moe,
 )
@@ -32,6 +36,8 @@ from pagoda.common.models.family import (
     PRE_NORM_RULES,
     Family,
     Rename,
+    Rule,
+    decoder,
     gated_mlp,
     linear,
     pre_norm_decoder,
@@ -41,7 +47,7 @@ from pagoda.common.models.family import (
 from pagoda.common.models.hf_config import HfConfig
 from pagoda.common.models.mixers import Indexer, LatentAttention, QueryGrowth
 from pagoda.common.models.primitives import Norm
-from pagoda.common.models.spec import ExpertGroups, Ffn, Layer, ModelSpec, Moe, Norms, Router
+from pagoda.common.models.spec import ExpertGroups, Ffn, Layer, Mlp, ModelSpec, Moe, Norms, Router, SecondHalf
 
 # DeepSeek.
 
@@ -167,20 +173,22 @@ def _indexer(config: HfConfig, attention: LatentAttention, interleaved: bool) ->
 _SOURCE = "[model.]layers.{l}.self_attn"
 _TARGET = "layers.{l}.mixers.0"
 
-DEEPSEEK_RULES = (
-    *EMBED_RULES,
-    *MLP_RULES,
-    *MOE_RULES,
-    *PRE_NORM_RULES,
-    *linear(f"{_SOURCE}.q_proj", f"{_TARGET}.q"),
-    *linear(f"{_SOURCE}.q_a_proj", f"{_TARGET}.q_a"),
-    Rename(f"{_SOURCE}.q_a_layernorm.weight", f"{_TARGET}.q_a_norm"),
-    *linear(f"{_SOURCE}.q_b_proj", f"{_TARGET}.q_b"),
-    *linear(f"{_SOURCE}.kv_a_proj_with_mqa", f"{_TARGET}.kv_a"),
-    Rename(f"{_SOURCE}.kv_a_layernorm.weight", f"{_TARGET}.kv_a_norm"),
-    *linear(f"{_SOURCE}.kv_b_proj", f"{_TARGET}.kv_b"),
-    *linear(f"{_SOURCE}.o_proj", f"{_TARGET}.o"),
-)
+
+def _latent_rules(source: str, target: str) -> tuple[Rule, ...]:
+    """Rules of a mixer of latent attention."""
+    return (
+        *linear(f"{source}.q_proj", f"{target}.q"),
+        *linear(f"{source}.q_a_proj", f"{target}.q_a"),
+        Rename(f"{source}.q_a_layernorm.weight", f"{target}.q_a_norm"),
+        *linear(f"{source}.q_b_proj", f"{target}.q_b"),
+        *linear(f"{source}.kv_a_proj_with_mqa", f"{target}.kv_a"),
+        Rename(f"{source}.kv_a_layernorm.weight", f"{target}.kv_a_norm"),
+        *linear(f"{source}.kv_b_proj", f"{target}.kv_b"),
+        *linear(f"{source}.o_proj", f"{target}.o"),
+    )
+
+
+DEEPSEEK_RULES = (*EMBED_RULES, *MLP_RULES, *MOE_RULES, *PRE_NORM_RULES, *_latent_rules(_SOURCE, _TARGET))
 INDEXER_RULES = (
     Rename(f"{_SOURCE}.indexer.wq_b.weight", f"{_TARGET}.indexer.q"),
     Rename(f"{_SOURCE}.indexer.wk.weight", f"{_TARGET}.indexer.k"),
@@ -314,6 +322,84 @@ PANGU_ULTRA = Family(
         *DEEPSEEK_RULES,
     ),
     ignored=tuple(name.format(61) for name in _DRAFTS),
+)
+
+
+# LongCat-Flash.
+
+
+def _longcat_flash(config: HfConfig) -> ModelSpec:
+    layers = config.size("num_layers")
+    config.expect("num_hidden_layers", layers, 2 * layers)  # The class of transformers counts halves.
+    config.expect("attention_method", "MLA")
+    config.alias("intermediate_size", "ffn_hidden_size")
+    norm = rms_norm(config, 1e-5)
+    config.default("rope_theta", 1e7)
+    attention = latent_attention(config, interleaved=True)
+    dense = gated_mlp(config)
+    second = SecondHalf(dense, _longcat_mixture(config, dense), norm)
+    norms = Norms(before_mixer=norm, before_ffn=norm)
+    spec = decoder(config, [Layer((attention, attention), dense, norms, second=second)] * layers, norm)
+    return replace(spec, weight_scales=tuple(_longcat_scales(config, spec.width)))
+
+
+def _longcat_mixture(config: HfConfig, dense: Mlp) -> Moe:
+    config.expect("router_bias", False)
+    config.expect("router_dtype", "float32")
+    config.expect("norm_topk_prob", False)
+    config.expect("topk_method", "noaux_tc")
+    config.expect("zero_expert_type", "identity")
+    config.alias("moe_intermediate_size", "expert_ffn_hidden_size")
+    config.alias("num_experts_per_tok", "moe_topk")
+    scale = config.opt("routed_scaling_factor", float, 6.0)
+    return Moe(
+        config.size("n_routed_experts"),
+        replace(dense, width=config.size("moe_intermediate_size")),
+        Router(config.size("num_experts_per_tok"), renormalise=False, correction=True, scale=scale),
+        identity=config.nullable("zero_expert_num", int) or 0,
+    )
+
+
+def _longcat_scales(config: HfConfig, width: int) -> Iterator[tuple[str, float]]:
+    """Yield the factors on low-rank queries and latents, as factors on the weights of their norms."""
+    for key, rank, part in (
+        ("mla_scale_q_lora", "q_lora_rank", "q_a_norm"),
+        ("mla_scale_kv_lora", "kv_lora_rank", "kv_a_norm"),
+    ):
+        if config.opt(key, bool, True):
+            yield f"layers.*.mixers.*.{part}", (width / config.size(rank)) ** 0.5
+
+
+_LONGCAT = "[model.]layers.{l}"
+_LONGCAT_LAYER = "layers.{l}"
+
+
+def _longcat_half(number: int, *, mixer_norm: str, ffn_norm: str, ffn: str) -> tuple[Rule, ...]:
+    """Rules of a half of a layer."""
+    return (
+        *_latent_rules(f"{_SOURCE}.{number}", f"{_LONGCAT_LAYER}.mixers.{number}"),
+        Rename(f"{_LONGCAT}.input_layernorm.{number}.weight", f"{_LONGCAT_LAYER}.{mixer_norm}"),
+        Rename(f"{_LONGCAT}.post_attention_layernorm.{number}.weight", f"{_LONGCAT_LAYER}.{ffn_norm}"),
+        *(
+            rule
+            for part in ("gate", "up", "down")
+            for rule in linear(f"{_LONGCAT}.mlps.{number}.{part}_proj", f"{_LONGCAT_LAYER}.{ffn}.{part}")
+        ),
+    )
+
+
+LONGCAT_FLASH = Family(
+    _longcat_flash,
+    (
+        *EMBED_RULES,
+        *_longcat_half(0, mixer_norm="norms.before_mixer", ffn_norm="norms.before_ffn", ffn="ffn"),
+        *_longcat_half(1, mixer_norm="second.mixer_norm", ffn_norm="second.ffn_norm", ffn="second.ffn"),
+        Rename(f"{_LONGCAT}.mlp.router.classifier.weight", f"{_LONGCAT_LAYER}.second.moe.router"),
+        Rename(f"{_LONGCAT}.mlp.router.e_score_correction_bias", f"{_LONGCAT_LAYER}.second.moe.router_correction"),
+        # transformers writes matrices of the experts that return their input, too.
+        *expert_rules(f"{_LONGCAT}.mlp.experts", moe=f"{_LONGCAT_LAYER}.second.moe", surplus=True),
+    ),
+    ignored=("*.rotary_emb.inv_freq", "lm_head.weight", "model.mtp.*"),  # The latter only propose drafts.
 )
 
 

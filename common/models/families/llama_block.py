@@ -8,6 +8,8 @@ The families, in the order of this file:
 - `CwmForCausalLM`, `Ernie4_5ForCausalLM`, `Ernie4_5_ForCausalLM`, `HeliumForCausalLM`, `IQuestCoderForCausalLM`,
   `InternLM3ForCausalLM`, `InternLMForCausalLM`, `PanguEmbeddedForCausalLM`, `SeedOssForCausalLM`: Seed-OSS, InternLM 1
   and 3, IQuestCoder, Ernie 4.5, Helium, CWM, Pangu Embedded: Llama's block with other details.
+- `BitNetForCausalLM`: BitNet b1.58: Llama's block with squared ReLU, and norms before the projections out of attention
+  and MLP.
 - `SmolLM3ForCausalLM`: SmolLM3: Llama's block; every fourth layer has no RoPE.
 - `SolarForCausalLM`: Solar Pro: Llama's block; some layers read a blend with what came before an earlier one.
 - `Step1ForCausalLM`: Step 1 (Step-Audio's language models): Llama's block with ALiBi by the root of the distance.
@@ -230,6 +232,30 @@ IQUESTCODER = Family(_iquestcoder, LLAMA_RULES)
 ERNIE = Family(_ernie, LLAMA_RULES)
 HELIUM = Family(_helium, LLAMA_RULES)
 CWM = Family(_cwm, LLAMA_RULES)
+
+
+# BitNet b1.58.
+
+
+def _bitnet(config: HfConfig) -> ModelSpec:
+    layers = config.size("num_hidden_layers")
+    norm = rms_norm(config, 1e-5)
+    bias = config.opt("attention_bias", bool, False)
+    attention = rotary_attention(config, config.size("hidden_size"), theta=500_000.0)
+    attention = replace(attention, out_norm=norm, qkv_bias=bias, out_bias=bias)
+    activation = config.activation("hidden_act", "relu2")
+    ffn = Mlp(config.size("intermediate_size"), activation, gated=True, inner_norm=norm)
+    return pre_norm_decoder(config, [attention] * layers, [ffn] * layers, norm)
+
+
+BITNET = Family(
+    _bitnet,
+    (
+        *LLAMA_RULES,
+        Rename("[model.]layers.{l}.self_attn.attn_sub_norm.weight", "layers.{l}.mixers.0.out_norm"),
+        Rename("[model.]layers.{l}.mlp.ffn_sub_norm.weight", "layers.{l}.ffn.inner_norm"),
+    ),
+)
 
 
 # SmolLM3.

@@ -4,6 +4,7 @@ The families, in the order of this file:
 
 - `Glm4MoeForCausalLM`: GLM-4.5 to 4.7: experts with sigmoid scores after leading dense layers, RoPE on half of each
   head.
+- `SolarOpenForCausalLM`: Solar Open: Llama's attention, every layer a mixture with sigmoid scores and a shared expert.
 - `Dots1ForCausalLM`: dots.llm1: norms on q and k, sliding windows in some layers, experts with sigmoid scores.
 - `ExaoneMoEForCausalLM`, `ExaoneMoeForCausalLM`: K-EXAONE: EXAONE 4's attention in a pre-norm block, experts with
   sigmoid scores after leading dense layers.
@@ -87,6 +88,23 @@ GLM4_MOE = Family(
     # The layers after the last one of GLM-4.5-Air and GLM-4.5 to 4.7 only propose drafts.
     ignored=("*.rotary_emb.inv_freq", "lm_head.weight", "model.layers.46.*", "model.layers.92.*"),
 )
+
+
+# Solar Open.
+
+
+def _solar_open(config: HfConfig) -> ModelSpec:
+    config.expect("first_k_dense_replace", 0)  # transformers' class has no dense layers, whatever the file states.
+    config.expect("use_qk_norm", False)
+    config.set("intermediate_size", config.size("moe_intermediate_size"))  # The file states one that no layer has.
+    layers = config.size("num_hidden_layers")
+    attention = rotary_attention(config, config.size("hidden_size"), theta=1_000_000.0)
+    attention = replace(attention, qkv_bias=config.opt("attention_bias", bool, False))
+    mixture = routed_moe(config, corrected_sigmoid_router(config), shared=1)
+    return pre_norm_decoder(config, [attention] * layers, [mixture] * layers, rms_norm(config, 1e-5))
+
+
+SOLAR_OPEN = Family(_solar_open, (*EMBED_RULES, *ATTENTION_RULES, *MOE_RULES, *PRE_NORM_RULES))
 
 
 # The model dots.llm1.

@@ -75,6 +75,7 @@ class Attention(MixerBase):
     qkv_clip: float | None = None  # Before their norms q, k and v are clamped to [-qkv_clip, qkv_clip].
     output_gate: bool = False  # The projection o reads the attended values * sigmoid(gate x).
     gate_per_head: bool = False  # The output gate is one number per query head.
+    out_norm: Norm | None = None  # Norm of the attended values of all heads together, which the projection o reads.
     causal: bool = True
     alibi_slopes: tuple[float, ...] | None = None  # Slope of each query head: scores -= slope * distance.
     alibi_root: bool = False  # The square root of the distance takes its place.
@@ -108,6 +109,7 @@ class Attention(MixerBase):
         keeps_both = self.shares_cache_of is None and not self.values_are_keys
         alike = keeps_both and self.value_dim in (None, self.head_dim)
         assert self.adapter_rank is None or alike, "q, k and v of one head dim have adapters"
+        assert self.out_norm is None or (self.out_norm.is_plain and not self.output_gate), "heads are normed or gated"
         per_channel = self.output_gate and not self.gate_per_head
         assert self.value_width == self.head_dim or not per_channel, "an output gate per channel is as wide as keys"
 
@@ -193,6 +195,7 @@ class Attention(MixerBase):
             if not self.values_are_keys:
                 values = self.kv_heads * self.value_width
                 yield from linear_params("v", values, inputs, "KD", self.qkv_bias, self.kv_heads)
+        yield from norm_params("out_norm", self.out_norm, out, "N")
         yield from linear_params("o", width, out, "DN", self.out_bias)
         if self.sinks:
             yield Param("sinks", (self.heads,), "N")

@@ -62,7 +62,7 @@ def adaptable(spec: ModelSpec) -> dict[str, Param]:
     """Return the matrices that an adapter may change, by canonical name, in the order of `shapes.params`.
 
     Those of attention, recurrent mixers, MLPs and experts, the embedding table and the head. Not those that multi-head
-    latent attention absorbs (`kv_b`), routers, indexers, and transformer blocks that several layers share.
+    latent attention absorbs (`kv_b`), routers, indexers, mixtures beside an ffn, and blocks that several layers share.
     """
     matrices = params(spec)
     names = {name for name in _names(spec) if name in matrices}
@@ -85,12 +85,15 @@ def _names(spec: ModelSpec) -> Iterator[str]:
         for number, mixer in enumerate(layer.mixers):
             if layer.block is None or number:
                 yield from (f"layers.{index}.mixers.{number}.{part}" for part in mixer.lora_targets)
-        match layer.ffn:
-            case Mlp():
-                yield from (f"layers.{index}.ffn.{part}" for part in ("gate", "up", "down"))
-            case Moe():
-                parts = ("experts", "shared")
-                yield from (f"layers.{index}.ffn.{of}.{part}" for of in parts for part in ("gate", "up", "down"))
+        for of in ("ffn", "second.ffn"):
+            match layer.ffns.get(of):
+                case Mlp():
+                    owners = [of]
+                case Moe():
+                    owners = [f"{of}.experts", f"{of}.shared"]
+                case None:
+                    owners = []
+            yield from (f"layers.{index}.{owner}.{part}" for owner in owners for part in ("gate", "up", "down"))
 
 
 def slot_elements(matrices: Collection[Param], rank: int) -> int:

@@ -26,7 +26,7 @@ from pagoda.common.models.mixers import (
 )
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
-from pagoda.common.models.spec import ModelSpec, Moe
+from pagoda.common.models.spec import ModelSpec, Moe, SecondHalf
 from pagoda.common.weights.lora.weights import LoraOptions, adaptable
 from pagoda.common.weights.quantization.on_the_fly import quantize
 from pagoda.common.weights.quantization.schemes import Int8
@@ -54,11 +54,15 @@ def interleaved() -> ModelSpec:
 
 
 def shared_expert() -> ModelSpec:
-    """A mixture with a shared expert: both it and the routed ones are adapted."""
+    """Adapted mixtures with a shared expert and with identity experts, and a second half, whose ffn is adapted."""
     spec = tiny_spec(moe=True)
-    ffn = spec.layers[0].ffn
+    first, second = spec.layers
+    ffn = first.ffn
     assert isinstance(ffn, Moe)
-    return replace(spec, layers=tuple(replace(each, ffn=replace(ffn, shared=ffn.expert)) for each in spec.layers))
+    identity = replace(ffn, identity=3)
+    half = SecondHalf(ffn.expert, identity, Norm(1e-5))
+    second = replace(second, mixers=second.mixers * 2, ffn=identity, second=half)
+    return replace(spec, layers=(replace(first, ffn=replace(ffn, shared=ffn.expert)), second))
 
 
 def with_mixers(*mixers: Mixer) -> ModelSpec:

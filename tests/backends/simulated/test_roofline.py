@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.checkpoints.real_models import REAL
 from support.engines.simulated_engines import read_spec
 
 from pagoda.backends.simulated.hardware import CHIPS, EFFICIENCY, find_chip
 from pagoda.backends.simulated.roofline import AttentionSeconds, ExpertSeconds, ServedModel, hardware_model
 from pagoda.backends.simulated.step_time import StepLoad
 from pagoda.common.errors import ConfigError
+from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.quantization.on_the_fly import schemes_on_the_fly
 from pagoda.kernels_pallas import chips as kernel_chips
@@ -119,6 +121,18 @@ def test_a_mixture_reads_the_experts_it_chooses() -> None:
     weights = 36 * 64 * 3 * 4096 * 512
     assert experts.all == pytest.approx(2 * weights / (H100.bandwidth * GPU.weights))
     assert experts.token == pytest.approx(2 * weights / 8 / (H100.bfloat16 * GPU.products))
+
+
+def test_experts_that_return_their_input_are_not_read() -> None:
+    """In LongCat-Flash 12 of 768 are chosen, of which 512 have matrices; a layer has five sums over devices."""
+    spec = spec_from_config(REAL["LongCat-Flash-Chat"].config)[0]
+    model = hardware_model(ServedModel(spec, tensor_parallel=8), H100)
+    (experts,) = model.experts
+    assert (experts.experts, experts.chosen) == (512, 8.0)
+    weights = 28 * 512 * 3 * 6144 * 2048
+    assert 8 * experts.token == pytest.approx(2 * weights * 8 / 512 / (H100.bfloat16 * GPU.products))
+    sent = model.exchanged * H100.link * GPU.links
+    assert sent == pytest.approx((28 * 5 + 1) * 2 * 6144 * 2 * 7 / 8, rel=0.01)
 
 
 @pytest.mark.parametrize(("before", "query"), [(0, 10), (0, 3), (2, 9), (20, 6)])

@@ -89,6 +89,18 @@ def test_kept_inputs_of_drafts_take_little_beside_states() -> None:
     assert 4 * 4 * sum(cache.elements for cache in states) == 316_145_664
 
 
+def test_a_longcat_may_do_without_identity_experts_and_factors_on_latents() -> None:
+    config = REAL["LongCat-Flash-Chat"].config
+    spec, _ = spec_from_config(config)
+    factors = {pattern.rpartition(".")[2]: factor for pattern, factor in spec.weight_scales}
+    assert factors == {"q_a_norm": 2.0, "kv_a_norm": pytest.approx(12**0.5)}
+    off = {"zero_expert_num": None, "mla_scale_q_lora": False, "mla_scale_kv_lora": False}
+    without, _ = spec_from_config({**config, **off})
+    assert without.weight_scales == ()
+    (before, *_), (after, *_) = (list(model.layers[0].ffns.values())[-1:] for model in (spec, without))
+    assert (before.choices, after.choices) == (768, 512)
+
+
 def test_the_drafting_module_of_exaone_is_left_out() -> None:
     config = GENERATORS["EXAONE-4.0-32B"]
     spec, family = spec_from_config({**config, "num_nextn_predict_layers": 1})
@@ -124,6 +136,15 @@ def test_mixtures_of_k_exaone_are_stated_in_three_ways() -> None:
         ("deepseek-moe-16b-base", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; only 'softmax'"),
         ("MiMo-V2-Flash", {"attention_projection_layout": "by_head"}, "is 'by_head'; only .* 'fused_qkv' is supported"),
         ("solar-pro-preview-instruct", {"bskcn_3": [12, 24]}, "bskcn_3 is .* each must follow one of bskcn_1"),
+        ("Solar-Open-100B", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1; only 0 is supported"),
+        (
+            "LongCat-Flash-Chat",
+            {"zero_expert_type": "copy"},
+            "zero_expert_type is 'copy'; only 'identity'",
+        ),
+        ("LongCat-Flash-Chat", {"router_bias": True}, "router_bias is True; only False is supported"),
+        ("LongCat-Flash-Chat", {"attention_method": "MHA"}, "attention_method is 'MHA'; only 'MLA' is supported"),
+        ("LongCat-Flash-Chat", {"num_hidden_layers": 30}, "num_hidden_layers is 30; only 28 or 56 is supported"),
         ("galactica-6.7b", {"scale_embeddings": True}, "scale_embeddings is True; only False is supported"),
     ],
 )

@@ -102,13 +102,19 @@ def test_experts_are_stacked_and_those_without_are_zero(tmp_path: Path) -> None:
 
 def test_experts_beside_a_feed_forward_block_are_refused_by_name(tmp_path: Path) -> None:
     cases = read_cases()
-    arctic, gemma = (
+    arctic, gemma, longcat = (
         BaseModel(find(cases[name].architecture)[0].rules, params(cases[name].spec), adaptable(cases[name].spec), 16)
-        for name in ("arctic", "gemma4-experts")
+        for name in ("arctic", "gemma4-experts", "longcat-flash")
     )
     one = write_adapter(tmp_path / "a", {"model.layers.1.block_sparse_moe.experts.0.w1": (48, 32)})
     with pytest.raises(ModelError, match=r"layers\.1\.shortcut\.moe\.experts\.gate\) cannot have an adapter"):
         read_adapter(one, arctic)
+    halves = {"model.layers.0.mlps.1.up_proj": (48, 32), "model.layers.1.self_attn.1.q_b_proj": (80, 24)}
+    adapted = read_adapter(write_adapter(tmp_path / "c", halves), longcat)
+    assert adapted.matrices.keys() == {"layers.0.second.ffn.up", "layers.1.mixers.1.q_b"}
+    one = write_adapter(tmp_path / "d", {"model.layers.1.mlp.experts.0.up_proj": (20, 32)})
+    with pytest.raises(ModelError, match=r"layers\.1\.second\.moe\.experts\.up\) cannot have an adapter"):
+        read_adapter(one, longcat)
     stem = "base_model.model.model.layers.0.experts"
     tensors = {f"{stem}.lora_A.weight": random(4 * 2, 20), f"{stem}.lora_B.weight": random(32, 4 * 2)}
     named = {"target_parameters": ["experts.down_proj"], "peft_version": "0.18.1"}

@@ -264,6 +264,19 @@ def test_names_are_checked_like_tensors(names: list[str], error: str | None) -> 
         check_names(RULES, params, names, ("experts.*",))
 
 
+def test_parts_beyond_a_stack_are_dropped_where_the_rule_says_so() -> None:
+    params = {"layers.0.experts": Param("layers.0.experts", (2, 3), "..")}
+    parts = {f"layers.0.experts.{number}.w": array(3) + number for number in (0, 1, 2, 5)}
+    rule = Stack("layers.{l}.experts.{e}.w", "layers.{l}.experts", surplus=True)
+    (filled,) = dict(apply_rules([rule], params, parts.items())).values()
+    assert filled[:, 0].tolist() == [0, 1]
+    check_names([rule], params, parts)
+    with pytest.raises(WeightError, match=r"lacks layers\.0\.experts\.0\.w"):
+        check_names([rule], params, ["layers.0.experts.1.w", "layers.0.experts.2.w"])
+    with pytest.raises(WeightError, match=r"part 2 but there are 2"):
+        dict(apply_rules([Stack(rule.source, rule.target)], params, parts.items()))
+
+
 def test_names_of_a_stack_need_every_part() -> None:
     rules = [Stack("layers.{l}.experts.{e}.w", "layers.{l}.experts")]
     params = {"layers.0.experts": Param("layers.0.experts", (2, 3), "..")}

@@ -156,6 +156,12 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 2,
     "n_routed_experts": 4,
 }
+LONGCAT: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "moe_topk": 3},
+    **{"ffn_hidden_size": 48, "expert_ffn_hidden_size": 20, "n_routed_experts": 6, "zero_expert_num": 2},
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "head_dim": 8},
+    **{"v_head_dim": 10, "max_position_embeddings": 64, "routed_scaling_factor": 6.0},
+}
 ROUTED: dict[str, Any] = {
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
@@ -487,6 +493,13 @@ TINY = (
     Tiny("deepseek3-one-group", "DeepseekV3ForCausalLM", {**ROUTED, "n_group": 1, "topk_group": 1}, LATENT),
     Tiny("glm4-moe", "Glm4MoeForCausalLM", {**ROUTED, "attention_bias": True, "head_dim": 16}),
     Tiny("glm4-moe-norms", "Glm4MoeForCausalLM", {**ROUTED, "use_qk_norm": True, "norm_topk_prob": False}),
+    Tiny(
+        "solar-open",
+        "SolarOpenForCausalLM",
+        {**ROUTED, "first_k_dense_replace": 0, "attention_bias": True, "head_dim": 16},
+    ),
+    Tiny("bitnet", "BitNetForCausalLM"),
+    Tiny("bitnet-biased", "BitNetForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
     Tiny("dots1", "Dots1ForCausalLM", {**ROUTED, "sliding_window": WINDOW, "max_window_layers": 2}),
     Tiny("dots1-biased", "Dots1ForCausalLM", {**ROUTED, "attention_bias": True, "norm_topk_prob": True}),
     Tiny(
@@ -520,6 +533,8 @@ TINY = (
         },
         LATENT,
     ),
+    Tiny("longcat-flash", "LongcatFlashForCausalLM", {}, LONGCAT),
+    Tiny("longcat-flash-biased", "LongcatFlashForCausalLM", {"attention_bias": True, "zero_expert_num": 5}, LONGCAT),
     Tiny(
         "minimax-m2",
         "MiniMaxM2ForCausalLM",

@@ -101,30 +101,16 @@ ROPES = {
 }
 """Frequencies depend on the length of the sequence."""
 EXPERTS: dict[str, Any] = {**MOE, "head_dim": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-ROUTED: dict[str, Any] = {**EXPERTS, "n_routed_experts": 4, "num_local_experts": 4, "n_shared_experts": 1}
 THREE: dict[str, Any] = {"num_hidden_layers": 3, "sliding_window": 7, "head_dim": 8}
 TYPES: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 MORE = [
     tiny.Tiny("BeamForCausalLM", "BeamForCausalLM", {**THREE, **TYPES}),
-    tiny.Tiny("BitNetForCausalLM", "BitNetForCausalLM"),
     tiny.Tiny("CTRLLMHeadModel", "CTRLLMHeadModel", {"dff": 48}),
     tiny.Tiny("HrmTextForCausalLM", "HrmTextForCausalLM", {"head_dim": 8, "num_key_value_heads": 4}),
     tiny.Tiny("Kolibri1ForCausalLM", "Kolibri1ForCausalLM", {**EXPERTS, **THREE, **TYPES}),
     tiny.Tiny("LagunaForCausalLM", "LagunaForCausalLM", {**EXPERTS}),
-    tiny.Tiny(
-        "LongcatFlashForCausalLM",
-        "LongcatFlashForCausalLM",
-        {
-            **{"vocab_size": tiny.VOCAB, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "moe_topk": 3},
-            **{"ffn_hidden_size": 48, "expert_ffn_hidden_size": 20, "n_routed_experts": 6, "zero_expert_num": 2},
-            **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "head_dim": 8},
-            **{"v_head_dim": 10, "max_position_embeddings": 64},
-        },
-        {},
-    ),
     tiny.Tiny("MinistralForCausalLM", "MinistralForCausalLM", {**THREE, **TYPES}),
     tiny.Tiny("ModernBertDecoderForCausalLM", "ModernBertDecoderForCausalLM", {"pad_token_id": 0, "sliding_window": 7}),
-    tiny.Tiny("SolarOpenForCausalLM", "SolarOpenForCausalLM", {**ROUTED}),
 ]
 """Architectures that no other case has: their logits once, on the reference backend."""
 NANO = tiny.Tiny("nano", "NanoChatForCausalLM", {"max_position_embeddings": 128})

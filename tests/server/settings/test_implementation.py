@@ -89,8 +89,9 @@ def test_auto_falls_back_and_says_what_is_lost(nano: Saved, caplog: pytest.LogCa
     assert (row.value, row.source) == ("transformers", "model")
 
 
-def test_packed_weights_of_an_architecture_without_specification(tmp_path: Path) -> None:
-    """Bitnet's, four rows to a byte: the tokens of transformers' model with the values that they mean."""
+@pytest.mark.parametrize("implementation", ["pagoda", "transformers"])
+def test_packed_weights_of_bitnet(implementation: str, tmp_path: Path) -> None:
+    """Four rows to a byte: the tokens of transformers' model with the values that they mean."""
     model = tiny.Tiny("BitNetForCausalLM", "BitNetForCausalLM").save(tmp_path)
     stored = {}
     for name, weight in model.state_dict().items():
@@ -107,7 +108,7 @@ def test_packed_weights_of_an_architecture_without_specification(tmp_path: Path)
     config["quantization_config"] = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     prompt = tiny.tokens(count=20)
-    assert answer(tmp_path, prompt) == expected_greedy(model, prompt, 6)
+    assert answer(tmp_path, prompt, model_impl=implementation) == expected_greedy(model, prompt, 6)
 
 
 @pytest.mark.setting("--model-impl")

@@ -23,6 +23,7 @@ from pagoda.backends.jax_tpu.model.layers import (
     query_growth,
     reduced,
     scale_norm,
+    split_norm,
 )
 from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxLora
 from pagoda.backends.jax_tpu.model.mixers.bidirectional import attend_bidirectionally
@@ -90,6 +91,7 @@ class JaxAttention(MixerModule):
         self.q_norm, self.k_norm = _qk_norms(spec, slots, group, build)
         biased = spec.qk_norm is not None and spec.qk_norm.bias
         self.q_norm_bias, self.k_norm_bias = _qk_norms(spec, slots, group, build) if biased else (None, None)
+        self.out_norm = None if spec.out_norm is None else build.parameter("KGH", slots, group, spec.value_width)
         self.sinks = build.parameter("KG", slots, group) if spec.sinks else None
         self.gate = build.parameter("KGD", slots, group, width) if spec.gate_per_head else None
         self.gate_bias = build.parameter("KG", slots, group) if spec.gate_per_head and spec.qkv_bias else None
@@ -143,9 +145,19 @@ class JaxAttention(MixerModule):
             gates = (gates if self.gate_bias is None else gates + self.gate_bias[...])[..., None]
         if gates is not None:
             attended = attended * jax.nn.sigmoid(gates.reshape(*attended.shape[:2], -1))
-        attended = attended.reshape(len(x), -1)
+        attended = self._normed(attended.reshape(len(x), -1))
         out = piecewise(lambda piece: reduced(self._addend(piece, step), step), attended, step)
         return (out if self.out_bias is None else out + self.out_bias[...]), (cache, *caches[1:])
+
+    def _normed(self, attended: jax.Array) -> jax.Array:
+        """Apply the norm of all heads, if any, to attended values [T, K*G*V]. Empty head positions become zeros."""
+        if self.spec.out_norm is None or self.out_norm is None:
+            return attended
+        heads = self.layout.queries(np.ones(self.spec.heads, np.float32), 1)[..., 0]
+        real = local_part(jnp.asarray(heads), self.kv_heads).reshape(-1)
+        attended = jnp.where(jnp.repeat(real, self.spec.value_width) > 0, attended, 0)
+        weight = self.out_norm[...].reshape(-1)
+        return split_norm(attended, self.spec.out_norm, weight, self.spec.heads * self.spec.value_width)
 
     def _addend(self, attended: jax.Array, step: AnyStep) -> jax.Array:
         """Attended [T, K*G*V] -> this device's addend of the output [T, D] without its bias."""
@@ -343,6 +355,7 @@ class AttentionOps(JaxMixerOps[Attention]):
             ),
         )
         yield "o_bias", Placement(("out_bias",))
+        yield "out_norm", Placement(("out_norm",), (), lambda rows: heads.queries(rows, spec.value_width))
         yield "sinks", Placement(("sinks",), (), lambda rows: heads.queries(rows, 1)[..., 0])
         if spec.blocks is not None:
             index_dim = spec.blocks.head_dim

@@ -26,7 +26,7 @@ from pagoda.common.models.mixers import Attention, BlockIndexer, Indexer, Latent
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope, cos_sin
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import AltUp, Ffn, Layer, Mlp, ModelSpec, Moe, SideMoe
+from pagoda.common.models.spec import AltUp, Ffn, Layer, Mlp, ModelSpec, Moe, SecondHalf, SideMoe
 from pagoda.common.weights.quantization.tensors import dequantized
 
 
@@ -180,7 +180,8 @@ class NaiveModel:
         y = x
         if layer.mixers:
             h = self._norm(f"{name}.norms.before_mixer", layer.norms.before_mixer, x if added is None else x + added)
-            mixers = [mixer for mixer in enumerate(layer.mixers) if layer.block is None or mixer[0]]
+            of_first = layer.mixers if layer.second is None else layer.mixers[:-1]
+            mixers = [mixer for mixer in enumerate(of_first) if layer.block is None or mixer[0]]
             mixed = [self._mixer(f"{name}.mixers.{index}", mixer, h) for index, mixer in mixers]
             residual = h if layer.norm_residual else x
             y = self._add(
@@ -199,7 +200,16 @@ class NaiveModel:
         if layer.side_moe is not None:
             fed = self._side_moe(f"{name}.side", layer.side_moe, fed, y)
         residual = h if layer.norm_residual else y
-        return self._add(f"{name}.norms.after_ffn", layer.norms.after_ffn, layer, residual, fed)
+        y = self._add(f"{name}.norms.after_ffn", layer.norms.after_ffn, layer, residual, fed)
+        return y if layer.second is None else self._second_half(name, layer, layer.second, y, h)
+
+    def _second_half(self, name: str, layer: Layer, second: SecondHalf, x: Tensor, fed: Tensor) -> Tensor:
+        """Return the layer's output; `fed`: what its first ffn reads."""
+        last = len(layer.mixers) - 1
+        h = self._norm(f"{name}.second.mixer_norm", second.norm, x)
+        x = x + self._mixer(f"{name}.mixers.{last}", layer.mixers[last], h)
+        h = self._norm(f"{name}.second.ffn_norm", second.norm, x)
+        return x + self._mlp(f"{name}.second.ffn", second.ffn, h) + self._moe(f"{name}.second.moe", second.moe, fed)
 
     def _add(self, name: str, norm: Norm | None, layer: Layer, x: Tensor, update: Tensor) -> Tensor:
         if layer.norm_after_add:
@@ -234,6 +244,7 @@ class NaiveModel:
         if mixer.blocks is not None:
             seen = self._in_blocks(f"{name}.blocks", mixer, mixer.blocks, x).repeat_interleave(group, 0)
         heads = self._attend(mixer, queries, k, v, seen, sinks)
+        heads = self._norm(f"{name}.out_norm", mixer.out_norm, heads)
         if mixer.output_gate:
             gate = self._linear(f"{name}.gate", x).sigmoid()
             heads = heads * (gate.repeat_interleave(mixer.value_width, 1) if mixer.gate_per_head else gate)
@@ -351,9 +362,13 @@ class NaiveModel:
         if moe.weighs_input:
             routed = routed * weights.to(self.dtype)
             weights = torch.ones_like(weights)
-        mixed = ops.mix_experts(
-            routed, weights, experts, lambda e, rows: self._mlp(f"{name}.experts", moe.expert, rows, expert=e)
-        )
+
+        def expert(number: int, rows: Tensor) -> Tensor:
+            if number >= moe.experts:
+                return rows
+            return self._mlp(f"{name}.experts", moe.expert, rows, expert=number)
+
+        mixed = ops.mix_experts(routed, weights, experts, expert)
         if moe.latent is not None:
             mixed = self._linear(f"{name}.latent_out", mixed)
         if moe.shared is None:
@@ -376,7 +391,8 @@ class NaiveModel:
         if mlp.learned is not None:
             p = self._weights[f"{name}.curvature_p"]
             n = self._weights[f"{name}.curvature_n"]
-            return self._linear(f"{name}.down", xielu(up, mlp.learned, p, n))
+            hidden = self._norm(f"{name}.inner_norm", mlp.inner_norm, xielu(up, mlp.learned, p, n))
+            return self._linear(f"{name}.down", hidden)
         if mlp.gated:
             gate = self._linear(f"{name}.gate", x, expert)
             if mlp.sparsity:
@@ -384,7 +400,7 @@ class NaiveModel:
             hidden = ops.gated(mlp, gate, up)
         else:
             hidden = ops.activation(mlp.activation)(up)
-        return self._linear(f"{name}.down", hidden, expert)
+        return self._linear(f"{name}.down", self._norm(f"{name}.inner_norm", mlp.inner_norm, hidden), expert)
 
     def _head(self, x: Tensor) -> Tensor:
         if self.spec.embedding.width not in (None, self.spec.width):

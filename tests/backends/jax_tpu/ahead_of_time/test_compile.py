@@ -14,6 +14,7 @@ pytest.importorskip("flax")
 
 import support.devices.jax_devices  # noqa: F401
 from jax.experimental import topologies
+from support.checkpoints.real_models import REAL
 from support.engines.reference_driver import tiny_spec
 from support.servers.hub_configs import GENERATORS
 
@@ -351,6 +352,17 @@ def test_roofline_cost_of_experts() -> None:
     layer = 4 * 2048 * 2048 + 3 * 2048 * (4 * 1408 + 5632) + 61 * 2048
     assert needed.flops == pytest.approx(2 * (2 * layer + 151936 * 2048), rel=1e-3)
     assert needed.bytes == pytest.approx(2 * (2 * layer + 151936 * 2048), rel=1e-3)
+
+
+def test_roofline_cost_of_layers_of_two_halves() -> None:
+    """A token runs through 8 of 12 chosen experts: a third of all return their input."""
+    config = {**REAL["LongCat-Flash-Chat"].config, "num_layers": 2}
+    needed = Forward(StepShape(1, 1, 8, 1, True)).cost(model_on(find_target("cpu"), config, 1), BatchLoad(1, 1))
+    queries = 1536 * (6144 + 64 * 192)
+    attention = queries + 6144 * 576 + 512 * 64 * 256 + 6144 * 64 * 128
+    layer = 2 * (attention + 3 * 6144 * 12288) + 768 * 6144 + 8 * 3 * 6144 * 2048
+    assert needed.flops == pytest.approx(2 * (2 * layer + 131072 * 6144), rel=1e-3)
+    assert needed.bytes == pytest.approx(2 * (2 * layer + 131072 * 6144), rel=1e-3)
 
 
 def test_activations_count_the_shared_expert() -> None:

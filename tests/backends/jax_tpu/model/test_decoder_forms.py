@@ -38,6 +38,7 @@ from pagoda.common.models.spec import (
     Norms,
     PerLayerEmbedding,
     Router,
+    SecondHalf,
     Shortcut,
     SideMoe,
     Xielu,
@@ -156,6 +157,11 @@ LAYERS = {
         GATED,
         Norms(before_mixer=RMS, before_ffn=RMS),
     ),
+    "norms of padded heads and hidden values": Layer(
+        (Attention(6, 2, 8, 0.3, ROPE, out_norm=RMS, out_bias=True),),
+        Mlp(22, "relu2", gated=True, inner_norm=RMS),
+        Norms(before_mixer=RMS, before_ffn=RMS),
+    ),
     "learned activation": Layer(
         (Attention(4, 4, 8, 0.3, ROPE),),
         Mlp(20, "silu", gated=False, learned=Xielu()),
@@ -207,6 +213,14 @@ def with_side_mixtures() -> ModelSpec:
     return replace(tiny_spec(), layers=(first, alone, first, alone, mixed))
 
 
+def with_second_halves() -> ModelSpec:
+    """Two equal layers of two halves, whose mixtures have experts that return their input."""
+    moe = Moe(3, GATED, Router(4, False, correction=True, scale=1.7), identity=3)
+    mixers = (Attention(4, 2, 8, 0.3, ROPE), GatedDelta(4, 4, 8, 6, 3, RMS))
+    norms = Norms(before_mixer=RMS, before_ffn=RMS)
+    return replace(tiny_spec(), layers=(Layer(mixers, moe, norms, second=SecondHalf(GATED, moe, RMS)),) * 2)
+
+
 def with_blocks() -> ModelSpec:
     """Four layers after two transformer blocks in turn, with adapters, and one after the first without."""
     mixer, mlp = Attention(4, 2, 8, 0.3, ROPE), Mlp(22, "gelu", gated=True, bias=True)
@@ -219,7 +233,7 @@ def with_blocks() -> ModelSpec:
     return replace(tiny_spec(), layers=(layer(0), layer(1), layer(0), layer(1), layer(0, None)))
 
 
-@pytest.mark.parametrize("make", [with_streams, with_side_mixtures, with_blocks])
+@pytest.mark.parametrize("make", [with_streams, with_side_mixtures, with_second_halves, with_blocks])
 def test_what_lies_beyond_one_stream_is_sharded(make: Callable[[], ModelSpec]) -> None:
     check_devices(make(), tensor=4)
 

@@ -47,7 +47,7 @@ from pagoda.common.models.mixers import (
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Mlp, ModelSpec, Moe, Pooler, Router
+from pagoda.common.models.spec import Mlp, ModelSpec, Moe, Pooler, Router, SecondHalf
 from pagoda.common.weights.quantization.schemes import Float8, Int4, Mxfp4, Scheme
 from pagoda.common.weights.quantization.tensors import QuantizedTensor, random_quantized
 from pagoda.kernels_pallas.chips import CHIPS
@@ -73,24 +73,29 @@ def model(*mixers: Mixer) -> ModelSpec:
     return replace(spec, layers=tuple(replace(spec.layers[0], mixers=(mixer,)) for mixer in mixers))
 
 
+def halves(spec: ModelSpec) -> ModelSpec:
+    """Return the model with a second half in its last layer, whose mixture has experts that return their input."""
+    *first, last = spec.layers
+    moe = Moe(3, Mlp(24, "silu", gated=True), Router(4, renormalise=False, correction=True), identity=3)
+    second = SecondHalf(Mlp(24, "silu", gated=True), moe, RMS)
+    return replace(spec, layers=(*first, replace(last, mixers=last.mixers * 2, second=second)))
+
+
 def naive(spec: ModelSpec, prompts: list[list[int]], count: int) -> list[list[int]]:
     oracle = NaiveModel(spec, random_weights(spec), max_len=LIMITS.max_model_len)
     return [oracle.greedy(prompt, count) for prompt in prompts]
 
 
 @pytest.mark.parametrize(
-    ("mixers", "blocks"),
+    ("spec", "blocks"),
     [
-        ((DELTA, FULL, MAMBA2, MAMBA), (20, 9, 20, 20)),
-        ((LATENT, LATENT), (8,)),
-        ((INDEXED, SHARING, SHARING, INDEXED, SHARING), (8, 8)),
+        (model(DELTA, FULL, MAMBA2, MAMBA), (20, 9, 20, 20)),
+        (halves(model(LATENT, LATENT)), (8,)),
+        (model(INDEXED, SHARING, SHARING, INDEXED, SHARING), (8, 8)),
     ],
-    ids=["states", "latents", "shared selections"],
+    ids=["states", "latents, of two halves in the last layer", "shared selections"],
 )
-def test_chunks_preemption_and_prefix_hits_give_the_naive_tokens(
-    mixers: tuple[Mixer, ...], blocks: tuple[int, ...]
-) -> None:
-    spec = model(*mixers)
+def test_chunks_preemption_and_prefix_hits_give_the_naive_tokens(spec: ModelSpec, blocks: tuple[int, ...]) -> None:
     snapshots = StateSnapshots(interval=0, min_distance=8)
     core = engine(spec, blocks, limits=replace(LIMITS, snapshots=snapshots), name="jax_tpu")
     expected = naive(spec, PROMPTS, 9)

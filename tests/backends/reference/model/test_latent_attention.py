@@ -29,7 +29,7 @@ from pagoda.common.models.primitives import Norm
 from pagoda.common.models.registry import spec_from_config
 from pagoda.common.models.rope import Rope, YarnScaling
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Mlp, ModelSpec, Moe, Pooler
+from pagoda.common.models.spec import Mlp, ModelSpec, Moe, Pooler, Router, SecondHalf
 
 LATENT = LatentAttention(
     heads=4,
@@ -76,11 +76,15 @@ EVERY_CACHE = model(
     replace(FULL, shares_cache_of=2),
 )
 
+_PLAIN = replace(SPEC.layers[0], mixers=(LATENT, LATENT))
+_MOE = Moe(3, Mlp(24, "silu", gated=True), Router(4, renormalise=False, correction=True), identity=3)
+HALVES = replace(SPEC, layers=(replace(_PLAIN, second=SecondHalf(Mlp(24, "silu", gated=True), _MOE, Norm(1e-6))),) * 2)
+
 
 @pytest.mark.parametrize(
     "spec",
-    [SPEC, SPARSE, SHARED, EVERY_CACHE],
-    ids=["latent", "with an indexer", "shared selections", "every cache"],
+    [SPEC, SPARSE, SHARED, EVERY_CACHE, HALVES],
+    ids=["latent", "with an indexer", "shared selections", "every cache", "layers of two halves"],
 )
 @pytest.mark.parametrize("blocks", [20, 90])
 def test_chunked_prefill_preemption_and_prefix_hits(spec: ModelSpec, blocks: int) -> None:

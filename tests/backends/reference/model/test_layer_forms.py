@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from pagoda.backends.reference.model.numerics import numerics
 from pagoda.backends.reference.pooling import Encoder
 from pagoda.backends.reference.weights.load import Packer
 from pagoda.backends.registry import load_backend
+from pagoda.backends.torch_decoder.layers import only_readers
+from pagoda.backends.torch_decoder.ops import BlockMakers
 from pagoda.backends.torch_decoder.packed import make_packed
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.pooling.values import PoolPlan
@@ -26,7 +29,7 @@ from pagoda.common.errors import ModelError
 from pagoda.common.models.mixers import Attention, BlockIndexer, ShortConvolution
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
-from pagoda.common.models.spec import Blend, Layer, Mlp, ModelSpec, Moe, Norms, Router, Shortcut
+from pagoda.common.models.spec import Blend, Layer, Mlp, ModelSpec, Moe, Norms, Router, SecondHalf, Shortcut
 
 PROMPT = [5, 17, 3, 80, 41, 2, 9, 60, 33, 21, 7, 8]
 NORM = Norm(1e-5)
@@ -36,6 +39,9 @@ BEFORE = Norms(before_mixer=NORM, before_ffn=NORM)
 
 _BLOCKS = BlockIndexer(8, tokens=3, top_k=2, local=1, rope=Rope(1e3, 4), norm=NORM)
 _EXPERTS = Moe(4, Mlp(24, "silu", gated=True, clip=0.3), Router(2, renormalise=True))
+
+FED = Mlp(24, "gelu", gated=True)
+IDENTITY = Moe(3, FED, Router(4, renormalise=False, correction=True, scale=1.7), identity=3)
 
 
 def _attending(**changes: Any) -> Layer:
@@ -57,6 +63,15 @@ FORMS = {
     "gate per head": _attending(output_gate=True, gate_per_head=True),
     "clipped": replace(FULL, ffn=Mlp(48, "silu", gated=True, clip=0.3)),
     "shortcut": replace(FULL, shortcut=Shortcut(_EXPERTS, NORM)),
+    "second half": replace(FULL, mixers=(*FULL.mixers, *WINDOWED.mixers), second=SecondHalf(FED, IDENTITY, NORM)),
+    "second half, identity experts first": replace(
+        FULL, mixers=FULL.mixers * 2, ffn=IDENTITY, norms=BEFORE, second=SecondHalf(FED, _EXPERTS, NORM)
+    ),
+    "norms before the projections out": replace(
+        FULL,
+        mixers=(replace(FULL.attention, out_norm=NORM),),
+        ffn=Mlp(48, "relu2", gated=True, bias=True, inner_norm=NORM),
+    ),
     "nothing": Layer((), None, Norms()),
     "root of ALiBi": _attending(rope=None, alibi_slopes=(0.5, 0.25, 0.1, 0.7), alibi_root=True),
     "chunks and the one before": _attending(chunk=4, chunk_lookback=1),
@@ -123,6 +138,21 @@ def accelerated(backend: str, spec: ModelSpec) -> Callable[[list[int]], torch.Te
     from support.devices.jax_model import JaxModel
 
     return JaxModel(spec, random_weights(spec), 32).logits
+
+
+@pytest.mark.parametrize(
+    ("form", "readers"),
+    [
+        ("scaled", ("l.mixers.0.qkv", "l.ffn.inner")),
+        ("side by side", (None, "l.ffn.inner")),
+        ("second half", ("l.mixers.0.qkv", None)),
+        ("shortcut", (None, None)),
+        ("parallel", (None, None)),
+    ],
+)
+def test_a_norm_is_rounded_for_the_only_map_that_reads_it(form: str, readers: tuple[str | None, str | None]) -> None:
+    makers = cast(BlockMakers, SimpleNamespace(only_reader=lambda mixer, prefix: f"{prefix}.qkv"))
+    assert only_readers(FORMS[form], makers, "l") == readers
 
 
 def test_outputs_of_mixers_are_added() -> None:

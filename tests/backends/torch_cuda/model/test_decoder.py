@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,13 +17,18 @@ from pagoda.backends.torch_cuda.device import CPU, Device
 from pagoda.backends.torch_cuda.execution.step_input import CudaStepBatch, GroupBatch
 from pagoda.backends.torch_cuda.kernels.attention import decode_attention
 from pagoda.backends.torch_cuda.kernels.attention.work_list import cut_evenly
+from pagoda.backends.torch_cuda.kernels.frame.launch import CHIPS
+from pagoda.backends.torch_cuda.kernels.linear.weight_only import FEW
 from pagoda.backends.torch_cuda.memory import cache
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
+from pagoda.backends.torch_cuda.model.feed_forward import block_makers
+from pagoda.backends.torch_cuda.model.parts import CudaBuildContext
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, Comm, RankShard
 from pagoda.backends.torch_cuda.weights.load import Loader
 from pagoda.common.engine.kv_cache.spec import kv_layout
 from pagoda.common.errors import ModelError
-from pagoda.common.models.spec import ModelSpec
+from pagoda.common.models.primitives import Norm
+from pagoda.common.models.spec import Mlp, ModelSpec
 
 
 def mixed_layers() -> ModelSpec:
@@ -53,6 +59,16 @@ def test_two_sequences_answer_as_each_alone(kind: str) -> None:
     naive = NaiveModel(SPECS[kind], random_weights(SPECS[kind]), max_len=32)
     for ids, actual in zip((TOKENS, OTHER), model(kind).both(TOKENS, OTHER)):
         torch.testing.assert_close(actual, naive.logits(ids), atol=3e-5, rtol=0)
+
+
+def test_hidden_values_with_a_norm_are_not_rounded_before_it() -> None:
+    """The product after the norm takes rounded rows, as of float8 matrices on a GPU."""
+    device = SimpleNamespace(use_kernels=False, chip=CHIPS["sm_90"])
+    build = cast(CudaBuildContext, SimpleNamespace(device=device, rounds=lambda name: True))
+    makers = block_makers(build, lambda mixer, prefix, numbers: lambda x: x)
+    x = torch.randn(FEW + 1, 8, generator=torch.Generator().manual_seed(0))
+    mlp = makers.mlp(Mlp(4, "relu2", gated=True, inner_norm=Norm(1e-5)), "ffn", lambda x: x, lambda x: x)
+    torch.testing.assert_close(mlp(x), x[:, :4].relu().square() * x[:, 4:])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -41,6 +41,7 @@ from pagoda.common.models.spec import (
     Norms,
     PerLayerEmbedding,
     Router,
+    SecondHalf,
     Shortcut,
     SideMoe,
 )
@@ -60,6 +61,8 @@ def spec(mixer: Mixer, ffn: Mlp | Moe, norms: Norms, *, vocab: int = 97, tied: b
 BEFORE, AFTER = Norms(before_mixer=RMS, before_ffn=RMS), Norms(after_mixer=RMS, after_ffn=RMS)
 GATED = Mlp(24, "silu", gated=True)
 CORRECTED = Router(2, True, "sigmoid", correction=True, groups=ExpertGroups(3, 2, "best_two"), scale=1.5)
+
+LATENT = LatentAttention(4, None, 20, 10, 6, 0.3, Rope(1e4, 8, interleaved=True), RMS)
 
 
 def side_by_side() -> ModelSpec:
@@ -89,6 +92,16 @@ def with_side_mixtures() -> ModelSpec:
     return replace(model, layers=(replace(first, side_moe=side, output_scale=True), alone))
 
 
+def with_second_halves() -> ModelSpec:
+    """Layers of two halves, whose mixtures have experts that return their input."""
+    moe = Moe(3, GATED, Router(4, False, correction=True, scale=1.7), identity=3)
+    mixer = Attention(4, 2, 8, 0.3, Rope(1e4, 8))
+    first, second = spec(mixer, moe, BEFORE).layers
+    half = SecondHalf(GATED, moe, RMS)
+    layers = (replace(layer, mixers=(mixer, LATENT), second=half) for layer in (first, replace(second, ffn=GATED)))
+    return replace(spec(mixer, moe, BEFORE), layers=tuple(layers))
+
+
 def with_blocks() -> ModelSpec:
     """Two layers after the same transformer block, with adapters of different ranks."""
     mixer = Attention(4, 2, 8, 0.3, Rope(1e4, 8))
@@ -101,7 +114,6 @@ def with_blocks() -> ModelSpec:
     return replace(model, layers=(model.layers[0], layer(3), layer(4)))
 
 
-LATENT = LatentAttention(4, None, 20, 10, 6, 0.3, Rope(1e4, 8, interleaved=True), RMS)
 SPECS = {
     "grouped heads": tiny_spec(window=6, softcap=2.0),
     "a KV head for two ranks": spec(Attention(4, 1, 8, 0.3, Rope(1e4, 8)), GATED, BEFORE),
@@ -150,6 +162,10 @@ SPECS = {
     "output gates, two mixers, no ffn": side_by_side(),
     "several streams, per-layer embedding, sparse gates": with_streams(),
     "mixture beside the ffn, ffn alone": with_side_mixtures(),
+    "second halves, identity experts": with_second_halves(),
+    "norms of heads and hidden values": spec(
+        Attention(4, 2, 8, 0.3, None, out_norm=RMS), Mlp(24, "relu2", gated=True, inner_norm=RMS), BEFORE
+    ),
     "latents, low-rank queries, biases": spec(replace(LATENT, query_rank=12, bias=True), GATED, BEFORE),
     "latents, growing queries, gated heads": spec(
         replace(LATENT, query_growth=QueryGrowth(0.3, 4), gate_per_head=True), GATED, BEFORE

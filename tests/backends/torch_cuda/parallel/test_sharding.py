@@ -15,7 +15,7 @@ from pagoda.common.errors import ConfigError
 from pagoda.common.models.drafters import AttendedInputs, FeatureDrafter, HeadsDrafter, LanguageDrafter
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.shapes import params
-from pagoda.common.models.spec import Mlp, ModelSpec, Moe, Router, SideMoe
+from pagoda.common.models.spec import Mlp, ModelSpec, Moe, Router, SecondHalf, SideMoe
 
 SPEC = tiny_spec()  # 4 query heads, 2 KV heads, ffn 48, vocabulary 96
 
@@ -80,6 +80,13 @@ def with_side(width: int) -> ModelSpec:
     return replace(SPEC, layers=tuple(replace(layer, side_moe=side) for layer in SPEC.layers))
 
 
+def with_second_half(width: int) -> ModelSpec:
+    """Second halves with an ffn of this width."""
+    second = SecondHalf(Mlp(width, "silu", gated=True), Moe(4, Mlp(8, "silu", gated=True), Router(2, True)), Norm(1e-5))
+    layers = (replace(layer, mixers=layer.mixers * 2, second=second) for layer in SPEC.layers)
+    return replace(SPEC, layers=tuple(layers))
+
+
 @pytest.mark.parametrize(
     ("size", "spec", "message"),
     [
@@ -88,6 +95,7 @@ def with_side(width: int) -> ModelSpec:
         (10, with_heads(10, 2), "10 ranks cannot share the ffn width of 48 evenly; use 1 or 2"),
         (4, with_shared(6), "4 ranks cannot share the ffn width of 6 evenly; use 1 or 2"),
         (4, with_side(6), "4 ranks cannot share the ffn width of 6 evenly; use 1 or 2"),
+        (4, with_second_half(6), "4 ranks cannot share the ffn width of 6 evenly; use 1 or 2"),
         (7, with_heads(5, 5), "7 ranks cannot share 5 query heads evenly; use 1"),
     ],
 )

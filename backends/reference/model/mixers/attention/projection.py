@@ -32,12 +32,13 @@ class BlockIndexerParams:
 class AttentionParams:
     """`qkv`: [D] -> [(N+K)*H + K*V], or [N*H] without K and V of its own; `out`: [N*V] -> [D].
 
-    `gate`: [D] -> [N*V] or [N], None without an output gate. `sinks` [N].
+    `gate`: [D] -> [N*V] or [N], None without an output gate. `out_norm` [N*V]. `sinks` [N].
     """
 
     qkv: Linear
     out: Linear
     gate: Linear | None
+    out_norm: NormParams | None
     q_norm: NormParams | None
     k_norm: NormParams | None
     sinks: Tensor | None
@@ -55,6 +56,7 @@ def load_attention(weights: NamedWeights, prefix: str, mixer: Attention) -> Atte
         ),
         out=weights.linear(f"{prefix}.o"),
         gate=weights.linear(f"{prefix}.gate") if mixer.output_gate else None,
+        out_norm=weights.norm(f"{prefix}.out_norm"),
         q_norm=weights.norm(f"{prefix}.q_norm"),
         k_norm=weights.norm(f"{prefix}.k_norm"),
         sinks=weights.wide(f"{prefix}.sinks"),
@@ -116,6 +118,9 @@ class Projection:
 
     def out(self, heads: Tensor, x: Tensor) -> Tensor:
         """Attended heads [T, N*V] and the layer's input x [T, D], of which the output gate is computed -> [T, D]."""
+        if self.spec.out_norm is not None:
+            assert self.params.out_norm is not None, "the weights are complete"
+            heads = norm(heads, self.spec.out_norm, self.params.out_norm.weight)
         if self.params.gate is None:
             return self.params.out(heads)
         gate = sigmoid(self.params.gate(x))

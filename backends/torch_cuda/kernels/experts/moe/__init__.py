@@ -51,6 +51,8 @@ def moe(
     down_bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
     weighs_input: bool = False,
+    identity: int = 0,
+    adds_identity: bool = True,
     adapters: ExpertAdapters | None = None,
     batch_invariant: bool = False,
     use_kernel: bool,
@@ -65,12 +67,13 @@ def moe(
     numbers; few are bound by reading the matrices, and stay exact. Padding tokens are computed too. Raise ValueError
     for other shapes. `weighs_input`: the weight of a token's only expert multiplies its input. `batch_invariant`: a
     token's result is the same bits whatever the others are, with matrices that are not packed. `adapters`: added to
-    both products.
+    both products. `identity`: the last that many of the router's E have no matrices and return x; of several ranks
+    one alone `adds_identity`.
     """
-    count = router_logits.shape[1]
+    count = router_logits.shape[1] - identity
     columns = inner.shape[1] if isinstance(inner, Tensor) else inner.outputs
     width = columns // 2 if expert.gated else columns
-    shapes = {"router_logits": (x.shape[0], count), "inner": (count, columns, x.shape[1])}
+    shapes = {"router_logits": (x.shape[0], count + identity), "inner": (count, columns, x.shape[1])}
     shapes["down"] = (count, x.shape[1], width)
     for name, argument in (("router_logits", router_logits), ("inner", inner), ("down", down)):
         if _shape(argument) != shapes[name]:
@@ -82,16 +85,23 @@ def moe(
     if weighs_input:
         x = x * weights.to(x.dtype)
         weights = torch.ones_like(weights)
+    if identity:
+        chosen = chosen.clamp(max=count)  # Kernels sort pairs of experts below `count` only.
     if not use_kernel:
         if adapters is None:
-            return moe_reference(x, weights, chosen, inner, down, inner_bias, down_bias, expert, chip, batch_invariant)
+            return moe_reference(
+                x, weights, chosen, inner, down, inner_bias, down_bias, expert, chip, batch_invariant, adds_identity
+            )
         parts = adapted_reference(
             x, chosen, inner, down, inner_bias, down_bias, expert, chip, adapters, batch_invariant
         )
-        return (parts.view(*chosen.shape, -1).float() * weights[..., None]).sum(1).to(x.dtype)
+        returned = x.float()[:, None] if adds_identity else 0.0
+        parts = torch.where((chosen < count)[..., None], parts.view(*chosen.shape, -1).float(), returned)
+        return (parts * weights[..., None]).sum(1).to(x.dtype)
     tile = INVARIANT_TILE if batch_invariant else None
     if (
         not batch_invariant
+        and not identity
         and isinstance(inner, Tensor)
         and isinstance(down, Tensor)
         and use_grouped_mm(x, chosen, inner, down, chip)
@@ -101,7 +111,9 @@ def moe(
         parts = adapted_experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip, tile, adapters)
     else:
         parts = kernel.experts(x, chosen, inner, down, inner_bias, down_bias, expert, chip, tile)
-    return kernel.mix(parts, weights, x)
+    if not identity:
+        return kernel.mix(parts, weights, x)
+    return kernel.mix(parts, weights, x, chosen, count, kernel.ADDED if adds_identity else kernel.SKIPPED)
 
 
 def choose_experts(
@@ -202,7 +214,7 @@ def adapted_reference(
     def product(values: Tensor, stack: Tensor | PackedMatrix, bias: Tensor | None) -> Tensor:
         outputs = stack.shape[1] if isinstance(stack, Tensor) else stack.outputs
         out = values.new_empty(len(values), outputs)
-        for index in owners.unique().tolist():
+        for index in owners[owners < _shape(stack)[0]].unique().tolist():
             own = owners == index
             part = _product(values[own], stack, index, owners.numel(), chip, batch_invariant)
             out[own] = part if bias is None else part + bias[index]
@@ -230,13 +242,20 @@ def moe_reference(
     expert: Mlp,
     chip: Chip,
     batch_invariant: bool = False,
+    adds_identity: bool = True,
 ) -> Tensor:
-    """An expert runs on the rows routed to it; packed experts are unpacked to x's dtype."""
+    """An expert runs on the rows routed to it; packed experts are unpacked to x's dtype.
+
+    `adds_identity`: experts without matrices return their rows, else zeros.
+    """
+    count = _shape(inner)[0]
 
     def product(rows: Tensor, stack: Tensor | PackedMatrix, index: int) -> Tensor:
         return _product(rows, stack, index, experts.numel(), chip, batch_invariant)
 
     def run(index: int, rows: Tensor) -> Tensor:
+        if index >= count:
+            return rows if adds_identity else torch.zeros_like(rows)
         both = product(rows, inner, index)
         if inner_bias is not None:
             both = both + inner_bias[index]

@@ -144,13 +144,31 @@ def _launch(x, stack, bias, out, sorted_pairs, tile, chip, share, activation):
     )
 
 
-def mix(parts, weights, like):
-    """Return the weighted sum [T, D] of parts [T * k, D] by weights [T, k], in the dtype of `like`."""
+SKIPPED: Final = 1
+ADDED: Final = 2
+"""What a rank does with a token's identity experts: nothing, or it adds the token's row of x by their weights."""
+
+
+def mix(parts, weights, x, chosen=None, count=0, identity=0):
+    """Return the weighted sum [T, D] of parts [T * k, D] by weights [T, k], in the dtype of x [T, D].
+
+    `identity`: SKIPPED or ADDED if chosen int32 [T, k] has experts from `count` on, which return x and have no parts.
+    """
     tokens, top = weights.shape
     width = parts.shape[1]
-    out = torch.empty(tokens, width, dtype=like.dtype, device=like.device)
+    out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     _MIX_KERNEL[(tokens, triton.cdiv(width, _SUM_BLOCK))](
-        parts=parts, weights=weights, out=out, width=width, TOP=top, BLOCK=_SUM_BLOCK
+        parts=parts,
+        weights=weights,
+        chosen=weights if chosen is None else chosen,
+        x=x,
+        out=out,
+        width=width,
+        x_stride=x.stride(0) if identity else 0,
+        count=count,
+        TOP=top,
+        BLOCK=_SUM_BLOCK,
+        IDENTITY=identity,
     )
     return out
 
@@ -288,15 +306,39 @@ _EXPERT_KERNEL: Final = BoundKernel(expert_kernel)
 
 
 @triton.jit
-def mix_kernel(parts, weights, out, width, TOP: tl.constexpr, BLOCK: tl.constexpr):
-    """out [T, width]: weighted sum of parts [T, TOP, width] in order; grid (T, blocks)."""
+def mix_kernel(
+    parts,
+    weights,
+    chosen,
+    x,
+    out,
+    width,
+    x_stride,
+    count,
+    TOP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IDENTITY: tl.constexpr,
+):
+    """out [T, width]: weighted sum of parts [T, TOP, width] in order; grid (T, blocks).
+
+    IDENTITY, SKIPPED or ADDED: experts from `count` on have no parts; ADDED: x [T, width] is theirs.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     total = tl.zeros([BLOCK], tl.float32)
+    returned = 0.0
     for rank in tl.static_range(TOP):
-        part = tl.load(parts + (token * TOP + rank) * width + columns, inside, 0.0).to(tl.float32)
-        total += part * tl.load(weights + token * TOP + rank)
+        weight = tl.load(weights + token * TOP + rank)
+        has_part = inside
+        if IDENTITY > 0:
+            computed = tl.load(chosen + token * TOP + rank) < count
+            has_part = inside & computed
+            returned += tl.where(computed, 0.0, weight)
+        part = tl.load(parts + (token * TOP + rank) * width + columns, has_part, 0.0).to(tl.float32)
+        total += part * weight
+    if IDENTITY == 2:
+        total += tl.load(x + token * x_stride + columns, inside, 0.0).to(tl.float32) * returned
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), inside)
 
 

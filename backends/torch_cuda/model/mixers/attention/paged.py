@@ -185,6 +185,9 @@ class CudaProjection:
         self._qkv = projection(spec, build, f"{prefix}.qkv")
         self._out = build.summed(f"{prefix}.out")
         self._gate = build.linear(f"{prefix}.gate") if spec.output_gate else None
+        self._out_norm = None
+        if spec.out_norm is not None:
+            self._out_norm = build.split_norm(spec.out_norm, f"{prefix}.out_norm", spec.heads * spec.value_width)
         self._q_norm = per_head_norm(spec, build, f"{prefix}.q_norm")
         self._k_norm = per_head_norm(spec, build, f"{prefix}.k_norm") if spec.shares_cache_of is None else None
         self._v_norm = value_norm(spec, build)
@@ -231,7 +234,8 @@ class CudaProjection:
         """Return [T, D] of attended heads [T, N, V] and the layer's input x [T, D], of which the gate is computed."""
         if self._gate is not None:
             heads = heads * self._sigmoid(self._gate(x)).unflatten(1, (self.heads, -1))  # one per channel, or per head
-        return self._out(heads.flatten(1))
+        flat = heads.flatten(1)
+        return self._out(flat if self._out_norm is None else self._out_norm(flat))
 
 
 def head_terms(spec: Attention, build: CudaBuildContext, prefix: str) -> HeadTerms:

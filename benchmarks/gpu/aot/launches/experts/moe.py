@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pagoda.backends.torch_cuda.kernels.experts.moe.kernel import (
+    ADDED,
+    SKIPPED,
     TILES,
     TUNING,
     align_kernel,
@@ -60,11 +62,9 @@ def launches(chip: Chip) -> dict[str, Launch]:
     specs["align-8"] = _align(8, _FEW)
     specs["align-128"] = _align(128, _MANY)
     specs["align-256-by-row"] = _align(256, 1)
-    specs["mix"] = Launch(
-        mix_kernel,
-        {"parts": "*bf16", "weights": "*fp32", "out": "*bf16", "width": "i32:16"},
-        {"TOP": 8, "BLOCK": 1024},
-    )
+    specs["mix"] = _mix(8, identity=0)
+    specs["mix-identity"] = _mix(12, identity=ADDED)
+    specs["mix-identity-skipped"] = _mix(12, identity=SKIPPED)
     return specs
 
 
@@ -103,6 +103,12 @@ def _route(experts: int, top: int) -> Launch:
     signature |= dict.fromkeys(("experts", "logits_stride"), "i32")
     constants = {"TOP": top, "RENORMALISE": True, "BLOCK": experts, "BLOCK_TOP": top}
     return Launch(route_kernel, signature, constants, num_warps=1)
+
+
+def _mix(top: int, *, identity: int) -> Launch:
+    signature = {"parts": "*bf16", "weights": "*fp32", "chosen": "*i32" if identity else "*fp32"}
+    signature |= {"x": "*bf16", "out": "*bf16", **dict.fromkeys(("width", "x_stride", "count"), "i32:16")}
+    return Launch(mix_kernel, signature, {"TOP": top, "BLOCK": 1024, "IDENTITY": identity})
 
 
 def _align(experts: int, tile: int) -> Launch:

@@ -174,6 +174,25 @@ def test_moe(kind: str, dtype: torch.dtype, tokens: int, experts: int, top: int)
     torch.testing.assert_close(actual, want, rtol=0, atol=3e-6 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("use_kernel", [False, True])
+def test_identity_experts_return_their_input(use_kernel: bool, adapted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the rank that adds it; as experts would whose matrices make zeros, with x added by their weights."""
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, 7, **options))
+    arguments = case(19, 5, 3, 48, 24, EXPERTS["gated"], torch.float32) | {"router": Router(3, False, correction=True)}
+    arguments |= {"correction": normal(5), "use_kernel": use_kernel, "chip": CHIP}
+    if adapted:
+        arguments["adapters"] = lambda tokens, experts: ((lambda y, x: y), (lambda y, x: y))
+    zeros = arguments | {"down": arguments["down"].clone()}
+    zeros["down"][3:] = 0
+    weights, chosen = route_reference(arguments["router_logits"], arguments["router"], arguments["correction"])
+    returned = (weights * (chosen >= 3)).sum(1, keepdim=True) * arguments["x"]
+    assert (chosen >= 3).any(1).sum() > 5
+    few = arguments | {name: arguments[name][:3] for name in ("inner", "down")} | {"identity": 2}
+    torch.testing.assert_close(moe(**few), moe(**zeros) + returned, rtol=0, atol=3e-6)
+    torch.testing.assert_close(moe(**few, adds_identity=False), moe(**zeros), rtol=0, atol=3e-6)
+
+
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "int4"])
 def test_packed_experts(scheme: str) -> None:
     arguments = case(9, 3, 2, 300, 40, Mlp(40, "silu", True, bias=True), torch.float32)
