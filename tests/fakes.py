@@ -18,8 +18,11 @@ import numpy as np
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
 from pagoda.common.config.groups.cache import StateSnapshots
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, layout_of
+from pagoda.common.engine.media.items import MediaItem, media_digest
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.steps.contract import (
+    EMBEDDED,
+    FIRST_ROW,
     GUESSED,
     NULL_BLOCK,
     PREVIOUS,
@@ -51,6 +54,36 @@ def scrambled(history: list[int]) -> int:
     for token in history:
         digest = (digest * 31 + token) % 1_000_003
     return digest % 50
+
+
+def row_items(prompt: Sequence[int], values: bytes, most: int = 16) -> tuple[MediaItem, ...]:
+    """Items of the rows `values`, all of one size, of a prompt's EMBEDDED positions; of at most `most` positions each."""
+    positions = [position for position, token in enumerate(prompt) if token == EMBEDDED]
+    size = len(values) // len(positions)
+    spans: list[tuple[int, int]] = []
+    for position in positions:
+        if spans and sum(spans[-1]) == position and spans[-1][1] < most:
+            spans[-1] = spans[-1][0], spans[-1][1] + 1
+        else:
+            spans.append((position, 1))
+    items, start = [], 0
+    for span in spans:
+        payload = values[start : start + span[1] * size]
+        start += span[1] * size
+        shape = span[1], size
+        digest = media_digest(kind="rows", shape=shape, dtype="float32", payload=payload, options=())
+        items.append(
+            MediaItem(
+                digest=digest,
+                kind="rows",
+                payload=payload,
+                shape=shape,
+                dtype="float32",
+                grid=(1, 1, span[1]),
+                spans=(span,),
+            )
+        )
+    return tuple(items)
 
 
 def full_layout(block_size: int = 4) -> KvLayout:
@@ -222,6 +255,7 @@ class FakeBackend:
         self.masks: dict[int, TokenMasks] = {}  # bound so far, by step
         self.newest: FakePending | None = None
         self.rows: dict[int, FakeRow] = {}
+        self.media_rows: dict[int, int] = {}  # row of the row cache -> the first number of its embedding
         self.closed = False
         self.weights = "loaded"
         self.cache_away = False
@@ -285,6 +319,7 @@ class FakeBackend:
             raise RuntimeError("the device is gone")
         self._check_shape(plan)
         self._copy_states(plan)
+        self._encode(plan)
         for start in plan.starts:
             self._start(start)
         plan = self._with_guesses(plan)
@@ -301,6 +336,13 @@ class FakeBackend:
         padded = np.array([ids + [-1] * (width - len(ids)) for ids in tokens], np.int32)
         ids = padded[:, 0] if plan.num_drafts is None else padded
         return StepResult(plan.step, ids, self._logprobs(plan, tokens), prompt_logprobs, guesses=self._guess(plan))
+
+    def _encode(self, plan: StepPlan) -> None:
+        written = [row for encode in plan.encodes for row in encode.rows.tolist()]
+        assert len(set(written)) == len(written), "a row has two contents"
+        for encode in plan.encodes:
+            numbers = np.frombuffer(encode.item.payload, np.float32).reshape(len(encode.rows), -1)
+            self.media_rows |= zip(encode.rows.tolist(), numbers[:, 0].astype(int).tolist())
 
     def _with_guesses(self, plan: StepPlan) -> StepPlan:
         """The plan with the guesses of each row in place of GUESSED."""
@@ -402,10 +444,11 @@ class FakeBackend:
         first, size, drafts = self._first(plan, index), self.layout.block_size, self._drafts(plan, index)
         begin, end = plan.query_start[index : index + 2]
         ids = plan.token_ids[begin:end].tolist()
-        if plan.embeds is not None:
-            for token, numbers in zip(plan.embedded.tolist(), plan.embeds.view(np.float32)):
-                if begin <= token < end:
-                    row.embedded[first + token - begin] = int(numbers[0])
+        for token in plan.media_tokens.tolist():
+            if begin <= token < end:
+                position = first + token - begin
+                row.embedded[position] = self.media_rows[int(plan.token_ids[token]) - FIRST_ROW]
+                ids[token - begin] = row.history[position]
         if drafts:
             assert first + 1 == len(row.history), "drafts follow the newest token"
         for position, token in enumerate(ids, start=first):

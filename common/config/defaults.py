@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pagoda.common.config.engine import ROWS_PER_ITEM, EngineConfig, Limits
+from pagoda.common.config.engine import EngineConfig, Limits
 from pagoda.common.config.groups.cache import StateSnapshots
 from pagoda.common.config.memory import total_bytes
 from pagoda.common.config.tpu_host import PCI, tpu_chips
@@ -208,7 +208,7 @@ def resolve_limits(
         max_drafts=0 if speculative is None else speculative.num_speculative_tokens or 0,
         max_draft_len=None if speculative is None else speculative.max_model_len,
         max_loras=config.lora.slots,
-        media_rows=tokens + 2 * ROWS_PER_ITEM if config.model.enable_prompt_embeds else 0,
+        media_rows=tokens + 2 * block_size if config.model.enable_prompt_embeds else 0,
         snapshots=snapshots,
     )
     if limits.max_drafts:

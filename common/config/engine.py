@@ -122,10 +122,6 @@ class EngineConfig:
     simulation: SimulationConfig = SimulationConfig()
 
 
-ROWS_PER_ITEM: Final = 16
-"""Prompt embeddings are divided into media items of this many rows."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Resolved limits that the engine runs with."""

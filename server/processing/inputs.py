@@ -552,7 +552,8 @@ class InputProcessor:
         media: tuple[MediaItem, ...] = ()
         if embeds is not None:
             token_ids = [EMBEDDED] * embeds.count
-            media = rows_items(embeds.rows, count=embeds.count, dtype=self._info.dtype)
+            page = self._info.limits.block_size
+            media = rows_items(embeds.rows, count=embeds.count, dtype=self._info.dtype, rows_per_item=page)
         prompt_tokens = len(token_ids) + (0 if encoder is None else len(encoder.token_ids))
         if self._max_cost is not None:
             _check_cost(params.n * origin.prompts, prompt_tokens, max_tokens, rules, self._max_cost)

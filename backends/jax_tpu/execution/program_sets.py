@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +47,13 @@ from pagoda.backends.jax_tpu.execution.step_programs import (
 )
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
 from pagoda.backends.jax_tpu.parallel import replicated
-from pagoda.common.config.engine import ROWS_PER_ITEM, Limits
+from pagoda.common.config.engine import Limits
 from pagoda.common.engine.sampling.state import KINDS
 from pagoda.common.engine.steps.shapes import ShapeLadder
+
+
+FEW_ROWS: Final = 16
+"""Rows of media that the smallest `WriteRows` writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class StepProgramSet(StepContext):
     def written_rows(self) -> tuple[int, ...]:
         """Return the sizes of the `WriteRows` programs, ascending; the largest writes every row of a shard."""
         sizes = []
-        size = ROWS_PER_ITEM
+        size = FEW_ROWS
         while self.media_rows and size < self.media_rows:
             sizes.append(size)
             size *= 8

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Literal, TypeAlias
 
-from pagoda.common.config.engine import ROWS_PER_ITEM
-
 MediaKind: TypeAlias = Literal["image", "video", "audio", "rows"]
 
 
@@ -98,16 +96,16 @@ class PromptMedia:
         return b"".join(self.items[part.item].digest + part.row.to_bytes(8, "little") for part in parts)
 
 
-def rows_items(values: bytes, *, count: int, dtype: str) -> tuple[MediaItem, ...]:
-    """Return prompt embeddings as items of ROWS_PER_ITEM rows, from the prompt's first position on.
+def rows_items(values: bytes, *, count: int, dtype: str, rows_per_item: int) -> tuple[MediaItem, ...]:
+    """Return prompt embeddings as items of `rows_per_item` rows, from the prompt's first position on.
 
-    `values`: [count, D] in `dtype`, in C order. Short items let prompts with a common beginning share cached pages, and
-    a step needs the rows of its own tokens only.
+    `values`: [count, D] in `dtype`, in C order. Items of a page each let prompts with a common beginning share cached
+    pages, and a step needs the rows of its own tokens only.
     """
     size = len(values) // count
     items = []
-    for start in range(0, count, ROWS_PER_ITEM):
-        length = min(ROWS_PER_ITEM, count - start)
+    for start in range(0, count, rows_per_item):
+        length = min(rows_per_item, count - start)
         payload = values[start * size : (start + length) * size]
         shape = (length, size)
         items.append(

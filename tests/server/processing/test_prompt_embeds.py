@@ -1,7 +1,6 @@
 """Embeddings as prompts: rows of a model's own table say what its tokens say, however the engine takes them."""
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from support.suite.rows import each_row
 
 from pagoda.common.beam_search import BeamSearchParams
 from pagoda.common.engine.core import EngineCore
-from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.media.items import MediaItem
 from pagoda.common.engine.scheduling.scheduler import Scheduler
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
@@ -195,16 +194,17 @@ def test_rows_are_freed_with_their_request(llm: LLM, table: np.ndarray) -> None:
     engine, scheduler = llm.llm_engine, scheduler_of(llm)
     engine.add_request("held", {"prompt_embeds": table[PROMPTS[0]]}, SamplingParams(max_tokens=3, ignore_eos=True))
     engine.step()
-    (request,) = scheduler.running
-    rows = weakref.ref(request.embeds)
-    del request
-    assert rows() is not None
+    assert kept_items()
     while engine.has_unfinished_requests():
         engine.step()
     gc.collect()
-    assert rows() is None
-    assert not [each for each in gc.get_objects() if type(each) is EngineRequest and each.prompt_embeds]
+    assert not kept_items()
     scheduler.check_integrity()
+
+
+def kept_items() -> list[MediaItem]:
+    """Items of this process with a payload."""
+    return [each for each in gc.get_objects() if type(each) is MediaItem and each.payload]
 
 
 def scheduler_of(llm: LLM) -> Scheduler:
