@@ -57,7 +57,7 @@ def scrambled(history: list[int]) -> int:
 
 
 def row_items(prompt: Sequence[int], values: bytes, most: int = 16) -> tuple[MediaItem, ...]:
-    """Items of the rows `values`, all of one size, of a prompt's EMBEDDED positions; of at most `most` positions each."""
+    """Items of at most `most` of the rows `values`, all of one size, of a prompt's EMBEDDED positions."""
     positions = [position for position, token in enumerate(prompt) if token == EMBEDDED]
     size = len(values) // len(positions)
     spans: list[tuple[int, int]] = []
@@ -255,6 +255,7 @@ class FakeBackend:
         self.masks: dict[int, TokenMasks] = {}  # bound so far, by step
         self.newest: FakePending | None = None
         self.rows: dict[int, FakeRow] = {}
+        self.said: dict[tuple[int, int, int], int] = {}  # pool, block, offset -> what a row of media there says
         self.media_rows: dict[int, int] = {}  # row of the row cache -> the first number of its embedding
         self.closed = False
         self.weights = "loaded"
@@ -326,6 +327,7 @@ class FakeBackend:
         for index in range(plan.num_seqs):
             self._write(plan, index)
         for index in range(plan.num_seqs):
+            self._recall_media(plan, index)
             self._read(plan, index)
         self.newest = FakePending(self, plan, self._prompt_logprobs(plan))
         return self.newest
@@ -463,10 +465,23 @@ class FakeBackend:
                 block = int(table[index, position // size])
                 assert 0 < block < self.num_blocks[group.pool], "a token is written into no block"
                 self.slots[group.pool][block, position % size] = row.digest(position, drafts)
+                if position in row.embedded:
+                    self.said[group.pool, block, position % size] = row.embedded[position]
         for group, table in zip(self.layout.groups, plan.block_tables):
             if isinstance(group.spec, StateCache):
                 self._advance_state(self.slots[group.pool], int(table[index, 0]), row, first, len(ids) - len(drafts))
                 assert not table[index, 1:].any(), "a state is one block"
+
+    def _recall_media(self, plan: StepPlan, index: int) -> None:
+        """Learn what cached pages say at positions of media: another request computed them."""
+        row = self.rows[int(plan.rows[index])]
+        first, size = self._first(plan, index), self.layout.block_size
+        for group, table in zip(self.layout.groups, plan.block_tables):
+            if not isinstance(group.spec, FullCache):
+                continue
+            for position in range(first):
+                if row.history[position] == EMBEDDED and position not in row.embedded:
+                    row.embedded[position] = self.said[group.pool, int(table[index, position // size]), position % size]
 
     def _advance_state(self, slots: np.ndarray, block: int, row: FakeRow, first: int, count: int) -> None:
         """The state before the step lacks the accepted drafts of the row's last one, the state after it the drafts."""

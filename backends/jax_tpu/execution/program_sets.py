@@ -51,7 +51,6 @@ from pagoda.common.config.engine import Limits
 from pagoda.common.engine.sampling.state import KINDS
 from pagoda.common.engine.steps.shapes import ShapeLadder
 
-
 FEW_ROWS: Final = 16
 """Rows of media that the smallest `WriteRows` writes."""
 
