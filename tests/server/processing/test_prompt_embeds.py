@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from support.checkpoints.drafter_folders import eagle
 from support.checkpoints.tiny_folder import write_model
 from support.suite.rows import each_row
 
@@ -132,6 +133,22 @@ def test_preempted_requests_go_on(make: Make, llm: LLM, table: np.ndarray) -> No
     expected = ask(llm, prompts, max_tokens=20)
     assert_same(ask(tight, embedded(table, prompts), max_tokens=20), expected)
     assert scheduler_of(tight).stats().preemptions
+
+
+@each_row("kind", ["eagle", "draft_model", "ngram"])
+def test_drafts_after_rows_are_those_of_a_model_that_cannot_see_them(
+    make: Make, llm: LLM, table: np.ndarray, tmp_path: Path, kind: str
+) -> None:
+    """The answers are the same; a prompt is computed in chunks, and again from the prefix cache."""
+    settings: dict[str, Any] = {"method": kind, "num_speculative_tokens": 3}
+    if kind != "ngram":
+        write = eagle if kind == "eagle" else write_model
+        settings["model"] = str(write(tmp_path / kind))
+    drafting = make(speculative_config=settings, kv_cache_memory_bytes=1 << 24)
+    expected = ask(llm, PROMPTS, max_tokens=16)
+    for _ in range(2):
+        assert_same(ask(drafting, embedded(table), max_tokens=16), expected)
+    assert scheduler_of(drafting).stats().drafts is not None
 
 
 def test_several_answers_seeds_and_penalties(llm: LLM, table: np.ndarray) -> None:
