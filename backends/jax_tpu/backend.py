@@ -211,7 +211,7 @@ class JaxBackend:
         self._asleep: HostLeaves | None = None  # of an engine whose weights sleep
         self._drafter_leaves: Leaves = ()
         self._caches: Caches = ()
-        self._media: tuple[jax.Array, ...] = ()  # rows of media items, of an engine with media
+        self._media: jax.Array | None = None  # rows of media items, of an engine with media
         self._initialised: Serving | None = None
 
     @property
@@ -351,7 +351,7 @@ class JaxBackend:
         self._caches = self._empty_caches(num_blocks)
         if self.limits.media_rows:
             media = programs.program_set.media
-            self._media = (jnp.zeros(media.shape, media.dtype, device=media.sharding),)
+            self._media = jnp.zeros(media.shape, media.dtype, device=media.sharding)
 
     def _program_set(self, num_blocks: tuple[int, ...]) -> StepProgramSet:
         shapes = step_shapes(self.model, self.limits, factor=2 if ON_TPU else 4)
@@ -411,9 +411,12 @@ class JaxBackend:
         self._copy_states(active, programs)
         shape, packed = make_batch(active, shards, programs.program_set.shapes, shards * size, serving.last_drafts)
         self._write_rows(active, programs)
-        self._caches, hidden, logits, *left = programs[Forward(shape)](
-            self._leaves, self._caches, sampler.history, packed, *self._media
-        )
+        forward = programs[Forward(shape)]
+        if self._media is None:
+            outputs = forward(self._leaves, self._caches, sampler.history, packed)
+        else:
+            outputs = forward(self._leaves, self._caches, sampler.history, packed, self._media)
+        self._caches, hidden, logits, *left = outputs
         step = EnqueuedStep(
             plans=active, shape=shape, packed=packed, logits=logits, draft_inputs=left[0] if left else None
         )
@@ -464,9 +467,7 @@ class JaxBackend:
                 values[shard, start:stop] = np.frombuffer(encode.item.payload, values.dtype).reshape(stop - start, -1)
                 numbers[shard, start:stop] = encode.rows
                 start = stop
-        (media,) = self._media
-        flat = values.reshape(-1, values.shape[2])
-        self._media = (programs[WriteRows(size)](media, flat, numbers),)
+        self._media = programs[WriteRows(size)](self._media, values.reshape(-1, values.shape[2]), numbers)
 
     def _sample(self, step: EnqueuedStep, masks: Mapping[int, TokenMasks] | None = None) -> dict[int, PendingTokens]:
         """Enqueue the sampling of every shard, then the drafter, if there is one."""
