@@ -237,7 +237,7 @@ def _rows_record(media: MediaState, keyed: Keyed) -> RowsRecord:
         rows={keyed(digest): list(rows) for digest, rows in media.cache.rows},
         idle=[keyed(digest) for digest in media.cache.idle],
         free=list(media.cache.free),
-        held={request_id: list(numbers) for request_id, numbers in media.held},
+        held={row: list(numbers) for row, numbers in media.held},
     )
 
 

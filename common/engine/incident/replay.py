@@ -231,7 +231,7 @@ def _media_state(record: RowsRecord) -> MediaState:
         idle=tuple(bytes.fromhex(digest) for digest in record.idle),
         free=tuple(record.free),
     )
-    return MediaState(cache=cache, held=tuple((name, tuple(items)) for name, items in record.held.items()))
+    return MediaState(cache=cache, held=tuple((row, tuple(items)) for row, items in record.held.items()))
 
 
 def _media_items(records: Sequence[MediaRecord]) -> tuple[MediaItem, ...]:

@@ -123,7 +123,7 @@ class RowsRecord(msgspec.Struct, frozen=True, kw_only=True):
     rows: dict[Digest, list[int]]
     idle: list[Digest]
     free: list[int]
-    held: dict[str, list[int]]  # request -> numbers of its items
+    held: dict[int, list[int]]  # row of a request -> numbers of its items
 
 
 class SchedulerRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ class MediaState:
     """The state of SchedulerMedia but for what follows from the requests."""
 
     cache: RowCacheState
-    held: tuple[tuple[str, tuple[int, ...]], ...]  # request -> numbers of the items that it holds
+    held: tuple[tuple[int, tuple[int, ...]], ...]  # row of a request -> numbers of the items that it holds
 
 
 class SchedulerMedia(SchedulerPart[MediaState]):
@@ -39,7 +39,7 @@ class SchedulerMedia(SchedulerPart[MediaState]):
         self.cache = cache
         self._batch = batch
         self._encoder_budget = encoder_budget
-        self._held: dict[str, dict[int, Int32]] = {}  # of each running request: item -> its rows
+        self._held: dict[int, dict[int, Int32]] = {}  # of each running request, by its row: item -> its rows of media
         self._encodes: list[Encode] = []  # of the step that is being planned
         self._encoded = 0  # rows of `_encodes` that an encoder computes
 
@@ -53,7 +53,7 @@ class SchedulerMedia(SchedulerPart[MediaState]):
 
     def stopped(self, request: Request) -> None:
         media = _media_of(request)
-        for number in self._held.pop(request.request_id):
+        for number in self._held.pop(request.row):
             self.cache.release(media.items[number].digest)
         self._batch.media_stop[request.row] = 0
         self._batch.media_limit[request.row] = NEVER
@@ -94,7 +94,7 @@ class SchedulerMedia(SchedulerPart[MediaState]):
         """
         missing: list[tuple[dict[int, Int32], PromptMedia, int]] = []
         for request, start, stop in chunks:
-            held = self._held.setdefault(request.request_id, {})
+            held = self._held.setdefault(request.row, {})
             media = _media_of(request)
             for number in dict.fromkeys(span.item for span in media.overlapping(start, stop)):
                 if number in held:
@@ -122,7 +122,7 @@ class SchedulerMedia(SchedulerPart[MediaState]):
         for index in np.flatnonzero(context < batch.media_stop[rows]).tolist():
             request = batch.request_at(int(rows[index]))
             media = _media_of(request)
-            held = self._held[request.request_id]
+            held = self._held[request.row]
             first = int(query_start[index]) - int(context[index])
             stop = int(context[index]) + int(query_start[index + 1] - query_start[index])
             for span in media.overlapping(int(context[index]), stop):
@@ -142,7 +142,7 @@ class SchedulerMedia(SchedulerPart[MediaState]):
     # --- incidents, and checks ---
 
     def state(self) -> MediaState:
-        held = tuple((request_id, tuple(rows)) for request_id, rows in self._held.items())
+        held = tuple((row, tuple(items)) for row, items in self._held.items())
         return MediaState(cache=self.cache.state(), held=held)
 
     def restore(self, state: MediaState, requests: Sequence[Request]) -> None:
@@ -151,8 +151,8 @@ class SchedulerMedia(SchedulerPart[MediaState]):
         for request in requests:
             if request.row != NO_ROW:
                 media = _media_of(request)
-                numbers = held[request.request_id]
-                self._held[request.request_id] = {number: by_digest[media.items[number].digest] for number in numbers}
+                numbers = held[request.row]
+                self._held[request.row] = {number: by_digest[media.items[number].digest] for number in numbers}
                 self._batch.media_stop[request.row] = media.stop
         self.cache.restore(state.cache, self._references(requests))
 
@@ -164,7 +164,7 @@ class SchedulerMedia(SchedulerPart[MediaState]):
         """Return how often each item is held."""
         references: Counter[bytes] = Counter()
         for request in requests:
-            for number in self._held.get(request.request_id, ()):
+            for number in self._held.get(request.row, ()):
                 references[_media_of(request).items[number].digest] += 1
         return references
 
@@ -172,7 +172,7 @@ class SchedulerMedia(SchedulerPart[MediaState]):
 class _Claims:
     """What sequences of a step would take of the row cache and of the encoders, one after the other."""
 
-    def __init__(self, part: SchedulerMedia, held: dict[str, dict[int, Int32]]) -> None:
+    def __init__(self, part: SchedulerMedia, held: dict[int, dict[int, Int32]]) -> None:
         self._cache = part.cache
         self._held = held
         self._room = part.cache.num_available
@@ -183,7 +183,7 @@ class _Claims:
     def reach(self, request: Request, start: int, stop: int) -> int:
         """Return the position before which everything from `start` on can be computed, at most `stop`."""
         media = _media_of(request)
-        held = self._held.get(request.request_id, {})
+        held = self._held.get(request.row, {})
         for span in media.overlapping(start, stop):
             if span.item not in held and not self._claim(media, span.item):
                 return span.start
