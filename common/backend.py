@@ -105,7 +105,6 @@ class BackendOptions:
     schemes: Mapping[str, Scheme] = field(default_factory=dict)  # Parameter -> scheme in the checkpoint.
     attention: str = AUTO  # Kernel of prefill and mixed steps, by its name in AttentionConfig.
     sleep_mode: bool = False  # `sleep` will be called.
-    prompt_embeds: bool = False  # Steps may have embeddings in place of tokens.
     batch_invariant: bool = False  # A token's numbers do not depend on what else is in its step.
     drafter: DrafterSpec | None = None  # Guesses drafts on the device; None: no drafts, or those of the host.
     lora: LoraOptions | None = None  # None: no request has an adapter.
@@ -122,10 +121,6 @@ class BackendOptions:
             self._check_drafts()
         room = {group.spec.drafts for group in self.layout.groups if isinstance(group.spec, StateCache)}
         assert room <= {self.limits.max_drafts}, "recurrent state has room for the drafts of a step"
-        if self.drafter is not None and self.prompt_embeds:
-            raise ConfigError(
-                "--enable-prompt-embeds", "a drafter reads the tokens of the prompt; drop it or --speculative-config"
-            )
 
     def _check_batch_invariant(self) -> None:
         for mixer in self.spec.mixers:
@@ -194,6 +189,7 @@ class MemoryPlan:
     num_blocks: tuple[int, ...]  # Blocks of each pool, including block 0, the null block.
     block_bytes: tuple[int, ...]  # Bytes of a block of each pool.
     graphs: int = 0  # Bytes of the captured CUDA graphs.
+    media: int = 0  # Bytes of the rows of media items.
     cross_attention: int = 0  # Bytes of the encoder prompts' keys and values, of all rows.
     adapters: int = 0  # Bytes of the slots of LoRA adapters.
 
@@ -207,9 +203,10 @@ class MemoryPlan:
         graphs = f"graphs {self.graphs / gib:.2f} GiB, " if self.graphs else ""
         cross = f"cross-attention {self.cross_attention / gib:.2f} GiB, " if self.cross_attention else ""
         adapters = f"LoRA adapters {self.adapters / gib:.2f} GiB, " if self.adapters else ""
+        media = f"rows of media {self.media / gib:.2f} GiB, " if self.media else ""
         return (
             f"weights {self.weights / gib:.2f} GiB, activations {self.activations / gib:.2f} GiB, {graphs}{cross}"
-            f"{adapters}KV cache {self.kv_cache / gib:.2f} GiB in {per_pool(self.num_blocks)} blocks"
+            f"{adapters}{media}KV cache {self.kv_cache / gib:.2f} GiB in {per_pool(self.num_blocks)} blocks"
         )
 
 

@@ -18,8 +18,11 @@ import numpy as np
 from pagoda.common.backend import Capabilities, MemoryPlan, Weight
 from pagoda.common.config.groups.cache import StateSnapshots
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout, layout_of
+from pagoda.common.engine.media.items import MediaItem, media_digest
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.steps.contract import (
+    EMBEDDED,
+    FIRST_ROW,
     GUESSED,
     NULL_BLOCK,
     PREVIOUS,
@@ -51,6 +54,36 @@ def scrambled(history: list[int]) -> int:
     for token in history:
         digest = (digest * 31 + token) % 1_000_003
     return digest % 50
+
+
+def row_items(prompt: Sequence[int], values: bytes, most: int = 16) -> tuple[MediaItem, ...]:
+    """Items of at most `most` of the rows `values`, all of one size, of a prompt's EMBEDDED positions."""
+    positions = [position for position, token in enumerate(prompt) if token == EMBEDDED]
+    size = len(values) // len(positions)
+    spans: list[tuple[int, int]] = []
+    for position in positions:
+        if spans and sum(spans[-1]) == position and spans[-1][1] < most:
+            spans[-1] = spans[-1][0], spans[-1][1] + 1
+        else:
+            spans.append((position, 1))
+    items, start = [], 0
+    for span in spans:
+        payload = values[start : start + span[1] * size]
+        start += span[1] * size
+        shape = span[1], size
+        digest = media_digest(kind="rows", shape=shape, dtype="float32", payload=payload, options=())
+        items.append(
+            MediaItem(
+                digest=digest,
+                kind="rows",
+                payload=payload,
+                shape=shape,
+                dtype="float32",
+                grid=(1, 1, span[1]),
+                spans=(span,),
+            )
+        )
+    return tuple(items)
 
 
 def full_layout(block_size: int = 4) -> KvLayout:
@@ -222,6 +255,8 @@ class FakeBackend:
         self.masks: dict[int, TokenMasks] = {}  # bound so far, by step
         self.newest: FakePending | None = None
         self.rows: dict[int, FakeRow] = {}
+        self.said: dict[tuple[int, int, int], int] = {}  # pool, block, offset -> what a row of media there says
+        self.media_rows: dict[int, int] = {}  # row of the row cache -> the first number of its embedding
         self.closed = False
         self.weights = "loaded"
         self.cache_away = False
@@ -285,12 +320,14 @@ class FakeBackend:
             raise RuntimeError("the device is gone")
         self._check_shape(plan)
         self._copy_states(plan)
+        self._encode(plan)
         for start in plan.starts:
             self._start(start)
         plan = self._with_guesses(plan)
         for index in range(plan.num_seqs):
             self._write(plan, index)
         for index in range(plan.num_seqs):
+            self._recall_media(plan, index)
             self._read(plan, index)
         self.newest = FakePending(self, plan, self._prompt_logprobs(plan))
         return self.newest
@@ -301,6 +338,13 @@ class FakeBackend:
         padded = np.array([ids + [-1] * (width - len(ids)) for ids in tokens], np.int32)
         ids = padded[:, 0] if plan.num_drafts is None else padded
         return StepResult(plan.step, ids, self._logprobs(plan, tokens), prompt_logprobs, guesses=self._guess(plan))
+
+    def _encode(self, plan: StepPlan) -> None:
+        written = [row for encode in plan.encodes for row in encode.rows.tolist()]
+        assert len(set(written)) == len(written), "a row has two contents"
+        for encode in plan.encodes:
+            numbers = np.frombuffer(encode.item.payload, np.float32).reshape(len(encode.rows), -1)
+            self.media_rows |= zip(encode.rows.tolist(), numbers[:, 0].astype(int).tolist())
 
     def _with_guesses(self, plan: StepPlan) -> StepPlan:
         """The plan with the guesses of each row in place of GUESSED."""
@@ -402,10 +446,11 @@ class FakeBackend:
         first, size, drafts = self._first(plan, index), self.layout.block_size, self._drafts(plan, index)
         begin, end = plan.query_start[index : index + 2]
         ids = plan.token_ids[begin:end].tolist()
-        if plan.embeds is not None:
-            for token, numbers in zip(plan.embedded.tolist(), plan.embeds.view(np.float32)):
-                if begin <= token < end:
-                    row.embedded[first + token - begin] = int(numbers[0])
+        for token in plan.media_tokens.tolist():
+            if begin <= token < end:
+                position = first + token - begin
+                row.embedded[position] = self.media_rows[int(plan.token_ids[token]) - FIRST_ROW]
+                ids[token - begin] = row.history[position]
         if drafts:
             assert first + 1 == len(row.history), "drafts follow the newest token"
         for position, token in enumerate(ids, start=first):
@@ -420,10 +465,23 @@ class FakeBackend:
                 block = int(table[index, position // size])
                 assert 0 < block < self.num_blocks[group.pool], "a token is written into no block"
                 self.slots[group.pool][block, position % size] = row.digest(position, drafts)
+                if position in row.embedded:
+                    self.said[group.pool, block, position % size] = row.embedded[position]
         for group, table in zip(self.layout.groups, plan.block_tables):
             if isinstance(group.spec, StateCache):
                 self._advance_state(self.slots[group.pool], int(table[index, 0]), row, first, len(ids) - len(drafts))
                 assert not table[index, 1:].any(), "a state is one block"
+
+    def _recall_media(self, plan: StepPlan, index: int) -> None:
+        """Learn what cached pages say at positions of media: another request computed them."""
+        row = self.rows[int(plan.rows[index])]
+        first, size = self._first(plan, index), self.layout.block_size
+        for group, table in zip(self.layout.groups, plan.block_tables):
+            if not isinstance(group.spec, FullCache):
+                continue
+            for position in range(first):
+                if row.history[position] == EMBEDDED and position not in row.embedded:
+                    row.embedded[position] = self.said[group.pool, int(table[index, position // size]), position % size]
 
     def _advance_state(self, slots: np.ndarray, block: int, row: FakeRow, first: int, count: int) -> None:
         """The state before the step lacks the accepted drafts of the row's last one, the state after it the drafts."""

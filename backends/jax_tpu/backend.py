@@ -31,7 +31,6 @@ from pagoda.backends.jax_tpu.execution.shapes import (
     check_invariant,
     check_tables,
     make_batch,
-    make_embeds,
     step_shapes,
     token_slots,
     with_row_offset,
@@ -43,9 +42,9 @@ from pagoda.backends.jax_tpu.execution.step_programs import (
     CopyStates,
     Draft,
     Forward,
-    ForwardEmbeds,
     ScorePrompt,
     WriteAdapter,
+    WriteRows,
 )
 from pagoda.backends.jax_tpu.hosts import check_start
 from pagoda.backends.jax_tpu.memory.kv_scales import with_kv_scales, with_stored_kv_scales
@@ -96,10 +95,6 @@ def create(options: BackendOptions) -> JaxBackend:
         raise ConfigError(
             "--logits-processors",
             "jax_tpu keeps logits on the device; use --backend reference, or logit_bias in requests",
-        )
-    if options.prompt_embeds and options.programs.bundle is not None:
-        raise ConfigError(
-            "--compiled-bundle", "bundles have no programs for embeddings; drop it, or drop --enable-prompt-embeds"
         )
     if options.lora is not None:
         _check_lora(options)
@@ -207,7 +202,6 @@ class JaxBackend:
         self._profiler_port = programs.profiler_port
         self._profiler_server = cast(Any, None)
         self._bundle = bundle
-        self._prompt_embeds = options.prompt_embeds
         self.drafter = None if options.drafter is None else build_drafter(options.drafter, model)
         if bundle is not None:
             stated = cache.num_gpu_blocks_override
@@ -217,6 +211,7 @@ class JaxBackend:
         self._asleep: HostLeaves | None = None  # of an engine whose weights sleep
         self._drafter_leaves: Leaves = ()
         self._caches: Caches = ()
+        self._media: jax.Array | None = None  # rows of media items, of an engine with media
         self._initialised: Serving | None = None
 
     @property
@@ -354,12 +349,21 @@ class JaxBackend:
         rows = self.model.shards * self.limits.max_num_seqs
         self._initialised = Serving(programs, JaxSampler(programs, rows), LastDrafts(rows))
         self._caches = self._empty_caches(num_blocks)
+        if self.limits.media_rows:
+            media = programs.program_set.media
+            self._media = jnp.zeros(media.shape, media.dtype, device=media.sharding)
 
     def _program_set(self, num_blocks: tuple[int, ...]) -> StepProgramSet:
         shapes = step_shapes(self.model, self.limits, factor=2 if ON_TPU else 4)
-        rows = self.limits.max_num_seqs
-        embeds = self._prompt_embeds
-        return StepProgramSet(self.model, shapes, num_blocks, rows, self.mode, embeds, self.drafter)
+        return StepProgramSet(
+            model=self.model,
+            shapes=shapes,
+            num_blocks=num_blocks,
+            rows=self.limits.max_num_seqs,
+            mode=self.mode,
+            media_rows=self.limits.media_rows,
+            drafter=self.drafter,
+        )
 
     def warmup(self) -> None:
         """Compile every program, so that none is compiled while serving."""
@@ -406,15 +410,13 @@ class JaxBackend:
                 sampler.start(start)
         self._copy_states(active, programs)
         shape, packed = make_batch(active, shards, programs.program_set.shapes, shards * size, serving.last_drafts)
-        if any(plan.embeds is not None for plan in active.values()):
-            embeds = make_embeds(active, shards, shape.tokens, self.model.spec.hidden_width, self.model.dtype)
-            self._caches, hidden, logits, *left = programs[ForwardEmbeds(shape)](
-                self._leaves, self._caches, sampler.history, packed, embeds
-            )
+        self._write_rows(active, programs)
+        forward = programs[Forward(shape)]
+        if self._media is None:
+            outputs = forward(self._leaves, self._caches, sampler.history, packed)
         else:
-            self._caches, hidden, logits, *left = programs[Forward(shape)](
-                self._leaves, self._caches, sampler.history, packed
-            )
+            outputs = forward(self._leaves, self._caches, sampler.history, packed, self._media)
+        self._caches, hidden, logits, *left = outputs
         step = EnqueuedStep(
             plans=active, shape=shape, packed=packed, logits=logits, draft_inputs=left[0] if left else None
         )
@@ -448,6 +450,24 @@ class JaxBackend:
             for shard, each in pairs.items():
                 packed[shard, :, : len(each)] = each.T
             self._caches = programs[CopyStates(pool, size)](self._caches, packed)
+
+    def _write_rows(self, plans: Plans, programs: CompiledPrograms[StepProgramSet, StepProgramKind]) -> None:
+        """Enqueue the media items that become rows before the step."""
+        count = max(sum(len(encode.rows) for encode in plan.encodes) for plan in plans.values())
+        if not count:
+            return
+        program_set = programs.program_set
+        size = next(size for size in program_set.written_rows if size >= count)
+        values = np.zeros((self.model.shards, size, program_set.media.shape[1]), self.model.dtype)
+        numbers = np.full((self.model.shards, size), program_set.media_rows, np.int32)
+        for shard, plan in plans.items():
+            start = 0
+            for encode in plan.encodes:
+                stop = start + len(encode.rows)
+                values[shard, start:stop] = np.frombuffer(encode.item.payload, values.dtype).reshape(stop - start, -1)
+                numbers[shard, start:stop] = encode.rows
+                start = stop
+        self._media = programs[WriteRows(size)](self._media, values.reshape(-1, values.shape[2]), numbers)
 
     def _sample(self, step: EnqueuedStep, masks: Mapping[int, TokenMasks] | None = None) -> dict[int, PendingTokens]:
         """Enqueue the sampling of every shard, then the drafter, if there is one."""

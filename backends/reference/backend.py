@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backends.reference.drafting import DraftRunner, resolve_guesses
-from pagoda.backends.reference.execution import Embedded, TokenSlots, make_batch, single_tokens
+from pagoda.backends.reference.execution import TokenSlots, make_batch, single_tokens
 from pagoda.backends.reference.memory import (
     LayerCache,
     allocate,
@@ -30,6 +30,7 @@ from pagoda.backends.reference.sampling import Sampler, token_logprobs
 from pagoda.backends.reference.state_replay import StateReplay
 from pagoda.backends.reference.threads import ComputeThreads, divide, part_of
 from pagoda.backends.reference.weights.load import Packer
+from pagoda.backends.torch_decoder.media_rows import MediaRows
 from pagoda.common.backend import BackendOptions, Capabilities, MemoryPlan, Weight
 from pagoda.common.config.defaults import BLOCK_SIZES
 from pagoda.common.config.env import TRANSFORMERS_DEVICE
@@ -126,6 +127,9 @@ class ReferenceBackend:
         self._decoder: Decoder | TransformersDecoder | EncoderDecoder | None = None
         self._encoder: EncoderDecoder | None = None  # the decoder again, if it has an encoder
         self._weight_bytes = 0
+        self._media: MediaRows | None = None
+        if options.limits.media_rows:
+            self._media = MediaRows(options.limits.media_rows, options.spec.hidden_width, self.numerics.weights)
         self._caches: dict[int, LayerCache] = {}
         self._drafter_spec = options.drafter
         self._captured = captured_layers(options.drafter)
@@ -282,6 +286,8 @@ class ReferenceBackend:
             if self._encoder is not None:
                 self._encoder.start(start)
         copy_states(plan.state_copies, self.layout, self._caches)
+        if self._media is not None:
+            self._media.write(plan.encodes)
         plan = resolve_guesses(self._sampler.resolve(plan), self._guesses)
         self._threads.together()
         computed = self._divided(plan) or self._compute(plan)
@@ -296,14 +302,14 @@ class ReferenceBackend:
         records = isinstance(self._decoder, Decoder) and not self._captured and self._decoder.records(plan.num_tokens)
         replay = StateReplay.of(plan, self._sampler.accepted[plan.rows]) if self.layout.has_states else None
         batch = make_batch(single_tokens(plan) if records and replay is None else plan, self.layout, replay=replay)
-        embedded = Embedded.of(plan, self.numerics.weights)
+        media = self._media if self._media is not None and len(plan.media_tokens) else None
         token_ids = torch.from_numpy(plan.token_ids.astype(np.int64))
         captured = None
         if self._captured:
             assert isinstance(self._decoder, Decoder), "layers are captured of a decoder"
-            hidden, captured = self._decoder.hidden_and_captured(token_ids, batch, self._caches, self._captured)
+            hidden, captured = self._decoder.hidden_and_captured(token_ids, batch, self._caches, self._captured, media)
         else:
-            hidden = self._decoder.hidden(token_ids, batch, self._caches, embedded)
+            hidden = self._decoder.hidden(token_ids, batch, self._caches, media)
         sampled = torch.from_numpy(sampled_indices(plan))
         if not len(sampled):
             return Computed(hidden, None, captured)

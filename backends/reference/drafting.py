@@ -17,7 +17,7 @@ from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.drafters import DraftBatch
 from pagoda.backends.torch_decoder.drafters import DraftModel, DraftTokens
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.steps.contract import GUESSED, Int32, StepPlan
+from pagoda.common.engine.steps.contract import EMBEDDED, GUESSED, Int32, StepPlan
 from pagoda.common.models.drafters import DrafterSpec
 
 
@@ -95,6 +95,7 @@ class DraftRunner:
             shift = 0
         rows = np.repeat(plan.rows, counts)
         tokens = history[rows, _ranges(plan.context + shift, counts)]
+        tokens = np.where(tokens == EMBEDDED, 0, tokens)  # a row of a media item costs guesses, never answers
         query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         known = replace(plan, query_start=query_start, token_ids=tokens, num_drafts=None, num_guesses=None)
         return replace(known, adapter_slots=None)  # LoRA adapters are the target's

@@ -138,33 +138,6 @@ class Sequence:
     row: int
 
 
-@dataclass(frozen=True, slots=True)
-class Embedded:
-    """Prompt embeddings of some tokens, in place of the embedding table's."""
-
-    indices: Tensor  # int64 [n] in the step's tokens
-    rows: Tensor  # [n, D]
-
-    @classmethod
-    def of(cls, plan: StepPlan, dtype: torch.dtype, device: torch.device | None = None) -> Embedded | None:
-        """Return those of a step, in the model's dtype, copied to the device without waiting; None without any."""
-        if plan.embeds is None:
-            return None
-        indices = torch.from_numpy(plan.embedded)
-        rows = torch.tensor(plan.embeds).view(dtype)
-        if device is None or device.type == "cpu":
-            return cls(indices, rows)
-        return cls(*(part.pin_memory().to(device, non_blocking=True) for part in (indices, rows)))
-
-    def mask_ids(self, token_ids: Tensor) -> Tensor:
-        """Return token ids [T] with 0 in place of EMBEDDED, so that all can be looked up."""
-        return token_ids.index_fill(0, self.indices, 0)
-
-    def insert(self, x: Tensor) -> Tensor:
-        """Return x [T, D] with the embeddings inserted."""
-        return x.index_copy(0, self.indices, self.rows.to(x.dtype))
-
-
 @dataclass(frozen=True)
 class TokenSlots:
     """The slot of each of T tokens."""

@@ -54,13 +54,14 @@ def plan_memory(
     Raises ConfigError with the missing bytes.
     """
     encoded = encoded_bytes(spec, limits, numerics.compute)
+    media = limits.media_rows * spec.hidden_width * numerics.weights.itemsize
     block = tuple(pool.block_elements * cache_dtype(pool.kind, numerics.compute).itemsize for pool in layout.pools)
     if config.num_gpu_blocks_override is not None:
         num_blocks = stated_blocks(layout, limits, config.num_gpu_blocks_override)
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = split_bytes(layout, limits, block, config.kv_cache_memory_bytes)
     else:
-        free = available_bytes() // engines - encoded - adapters
+        free = available_bytes() // engines - encoded - adapters - media
         if adapters and free <= 0:
             raise ConfigError(
                 "--max-loras",
@@ -104,6 +105,7 @@ def plan_memory(
         activations=activations,
         num_blocks=num_blocks,
         block_bytes=block,
+        media=media,
         cross_attention=encoded,
         adapters=adapters,
     )

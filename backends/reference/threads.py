@@ -130,7 +130,7 @@ def divide(plan: StepPlan, parts: int, layout: KvLayout) -> list[Int32]:
     """Return the sequences of each part of a step, of about equal cost; fewer than two parts: do not divide it."""
     lengths = np.diff(plan.query_start)
     parts = min(parts, plan.num_tokens // TOKENS_PER_PART)
-    if parts < 2 or plan.embeds is not None or _share_new_blocks(plan, lengths, layout):
+    if parts < 2 or _share_new_blocks(plan, lengths, layout):
         return []
     costs = (lengths * (_TOKEN_COST + plan.context + lengths // 2)).astype(np.int64)
     owners = np.zeros(len(costs), np.int32)

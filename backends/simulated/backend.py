@@ -71,7 +71,7 @@ def create(options: BackendOptions, clock: Clock | None = None) -> SimulatedBack
         ("--enable-lora", options.lora is not None),
         ("--logits-processors", options.sampling.has_processors),
         ("--profiler-config", options.profiler is not None),
-        ("--enable-prompt-embeds", options.prompt_embeds),
+        ("--enable-prompt-embeds", options.limits.media_rows > 0),
         ("--data-parallel-size", options.parallel.data > 1),
     ):
         if given:

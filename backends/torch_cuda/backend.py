@@ -384,10 +384,20 @@ class TorchCudaBackend:
                 captured_layers(config.drafter),
                 config.layout.block_size,
                 config.limits.max_model_len,
+                has_media=model.media is not None,
             )
         shapes = config.mixed_shapes
         mixed = None if shapes is None else MixedBuffers(shapes, model.buffers, config.device.torch)
-        parts = StepParts(model.decoder, caches, model.sampler, model.buffers, drafts, mixed, config.attention.planned)
+        parts = StepParts(
+            decoder=model.decoder,
+            caches=caches,
+            sampler=model.sampler,
+            buffers=model.buffers,
+            drafts=drafts,
+            mixed=mixed,
+            planned=config.attention.planned,
+            media=model.media,
+        )
         programs = StepPrograms(parts, config.graph_sizes, self._stream)
         return Runner(programs, self._stream, config.layout, config.query_tile, config.round_tokens)
 

@@ -36,6 +36,7 @@ from pagoda.backends.torch_cuda.model.parameters import Empty, Pack
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import Comm, RankShard
 from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.backends.torch_cuda.weights.load import Loader, make_layout
+from pagoda.backends.torch_decoder.media_rows import MediaRows
 from pagoda.common.backend import Weight
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import CacheConfig
@@ -177,6 +178,7 @@ class LoadedModel:
     sampler: CudaSampler
     buffers: DecodeBuffers
     adapters: CudaAdapters | None = None
+    media: MediaRows | None = None  # the row cache; None: prompts have no media
     drafter: CudaDraftModel | None = None
 
     @property
@@ -236,7 +238,15 @@ def load_model(config: RankConfig, weights: Iterable[Weight], empty: Empty) -> L
         adapters=adapters,
     )
     weight_bytes = loader.params.num_bytes - on_host.saved
-    return LoadedModel(loader, weight_bytes, decoder, _make_sampler(config), _make_buffers(config), adapters)
+    return LoadedModel(
+        loader=loader,
+        weight_bytes=weight_bytes,
+        decoder=decoder,
+        sampler=_make_sampler(config),
+        buffers=_make_buffers(config),
+        adapters=adapters,
+        media=_make_media(config, decoder.embedding_dtype),
+    )
 
 
 def _make_adapters(config: RankConfig, spec: ModelSpec, empty: Empty) -> CudaAdapters | None:
@@ -255,7 +265,20 @@ def _load_transformers(config: RankConfig, spec: TransformersSpec, weights: Iter
     if config.device.is_gpu:
         check_weights(config.device, config.cache, decoder.num_bytes, quantised=False)
     decoder.place()
-    return LoadedModel(None, decoder.num_bytes, decoder, _make_sampler(config), _make_buffers(config))
+    return LoadedModel(
+        loader=None,
+        weight_bytes=decoder.num_bytes,
+        decoder=decoder,
+        sampler=_make_sampler(config),
+        buffers=_make_buffers(config),
+        media=_make_media(config, decoder.embedding_dtype),
+    )
+
+
+def _make_media(config: RankConfig, dtype: torch.dtype) -> MediaRows | None:
+    """Return the row cache of media; None if prompts have none. `dtype`: of the embedding table."""
+    rows = config.limits.media_rows
+    return MediaRows(rows, config.spec.hidden_width, dtype, config.device.torch) if rows else None
 
 
 def _make_sampler(config: RankConfig) -> CudaSampler:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backends.torch_decoder.layers import make_layers
-from pagoda.backends.torch_decoder.ops import BlockMakers, DecoderOps, InsertedRows, LayerStep, MixerStep, Stream
+from pagoda.backends.torch_decoder.media_rows import MediaRows, without_rows
+from pagoda.backends.torch_decoder.ops import BlockMakers, DecoderOps, LayerStep, MixerStep, Stream
 from pagoda.backends.torch_decoder.streams import make_first_streams, run_layers
 from pagoda.common.models.mixers import Mixer
 from pagoda.common.models.spec import Embedding, ModelSpec
@@ -36,17 +37,17 @@ class TokenEmbedding:
         token_ids: Tensor,
         positions: Tensor,
         token_types: Tensor | None = None,
-        embedded: InsertedRows | None = None,
+        media: MediaRows | None = None,
     ) -> Tensor:
         """Return [T, D] of token_ids, positions, token_types [T]; None: all types are 0.
 
-        `embedded`: replaces rows after lookup and scaling.
+        `media`: rows that token ids may name; None: none does.
         """
-        x = self.ops.rows("embed", token_ids if embedded is None else embedded.mask_ids(token_ids))
+        x = self.ops.rows("embed", token_ids if media is None else without_rows(token_ids))
         if self.scale != 1.0:
             x = x * self.scale
-        if embedded is not None:
-            x = embedded.insert(x)
+        if media is not None:
+            x = media.insert(x, token_ids)
         x = x.to(self.ops.compute_dtype)
         if self.project is not None:
             x = self.project(x)

@@ -38,18 +38,6 @@ Routed = Callable[[Tensor, Tensor], Tensor]
 """(x, input of the router, both [T, D]) -> the output of a mixture's routed experts [T, D]."""
 
 
-class InsertedRows(Protocol):
-    """Prompt embeddings of some tokens, in place of the embedding table's."""
-
-    def mask_ids(self, token_ids: Tensor) -> Tensor:
-        """Return token ids [T] that can all be looked up."""
-        ...
-
-    def insert(self, x: Tensor) -> Tensor:
-        """Return x [T, D] with the embeddings inserted."""
-        ...
-
-
 class DecoderOps(Protocol):
     """A backend's functions, over parameters of a rank under the names of their canonical or fused tensors."""
 

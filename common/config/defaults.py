@@ -208,6 +208,7 @@ def resolve_limits(
         max_drafts=0 if speculative is None else speculative.num_speculative_tokens or 0,
         max_draft_len=None if speculative is None else speculative.max_model_len,
         max_loras=config.lora.slots,
+        media_rows=tokens + 2 * block_size if config.model.enable_prompt_embeds else 0,
         snapshots=snapshots,
     )
     if limits.max_drafts:

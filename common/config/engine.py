@@ -139,6 +139,8 @@ class Limits:
     device_drafts: bool = False  # A drafter model on the device guesses the drafts.
     max_draft_len: int | None = None  # A sequence of this length has no more drafts; None: max_model_len.
     max_loras: int = 0  # Number of LoRA adapters that the sequences of a step may use; 0: none.
+    media_rows: int = 0  # Rows of media items on the device; 0: prompts have none.
+    max_encoder_rows: int = 0  # Rows that encoders compute per step, but always those of one item.
     snapshots: StateSnapshots = StateSnapshots()  # Where recurrent state is kept for the prefix cache.
 
     @property

@@ -16,6 +16,7 @@ from typing import Final, Literal
 import msgspec
 
 from pagoda.common.engine.lora.adapter import Adapter
+from pagoda.common.engine.media.items import MediaItem
 from pagoda.common.engine.pooling.values import Pooled, PoolingRules
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.structured_output.grammar import Grammar, Thinking
@@ -41,8 +42,7 @@ class EngineRequest:
     grammar: Grammar | None = None  # constrains the output, after the `thinking` if any
     thinking: Thinking | None = None
     pooling: PoolingRules | None = None  # pool the prompt; fields about generation are ignored
-    # One row per EMBEDDED position of `prompt_token_ids` (see step): D numbers each, in the model's dtype.
-    prompt_embeds: bytes | None = None
+    media: tuple[MediaItem, ...] = ()  # their spans are the EMBEDDED positions of `prompt_token_ids` (see step)
     encoder_token_ids: list[int] | None = None  # what the encoder of an encoder-decoder model reads
     adapter: Adapter | None = None  # the LoRA adapter that the sequence is computed with
     owner: str = ""  # the key that sent it, or rather a digest; rows are divided fairly between keys

@@ -93,7 +93,7 @@ class ReplicaRouter:
 
 def _prefixes(request: EngineRequest) -> list[int]:
     """Return hashes of the prompt's beginnings, shortest first. Requests whose KV differ have none in common."""
-    if request.prompt_embeds is not None or request.pooling is not None:
+    if request.pooling is not None:
         return []
     tokens = request.prompt_token_ids
     state = hash((request.cache_salt, request.adapter))
@@ -101,7 +101,8 @@ def _prefixes(request: EngineRequest) -> list[int]:
     length = _SHORTEST_PREFIX
     prefixes = []
     while length <= len(tokens):
-        state = hash((state, *tokens[end:length]))
+        named = [item.digest for item in request.media if end <= item.spans[0][0] < length]
+        state = hash((state, *tokens[end:length], *named))
         prefixes.append(state)
         end = length
         length = 2 * length

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, TypeGuard, get_args
 from pagoda.common.config.groups.model import ModelConfig
 from pagoda.common.config.groups.structured_outputs import StructuredOutputsConfig
 from pagoda.common.engine.lora.adapter import Adapter, AdapterRequest
+from pagoda.common.engine.media.items import MediaItem, rows_items
 from pagoda.common.engine.messages import EngineRequest, pooling_request
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.steps.contract import EMBEDDED
@@ -547,7 +548,12 @@ class InputProcessor:
             max_tokens = min(params.max_tokens, max_tokens)
         embeds = prompt.embeds
         encoder = prompt.encoder
-        token_ids = prompt.token_ids if embeds is None else [EMBEDDED] * embeds.count
+        token_ids = prompt.token_ids
+        media: tuple[MediaItem, ...] = ()
+        if embeds is not None:
+            token_ids = [EMBEDDED] * embeds.count
+            page = self._info.limits.block_size
+            media = rows_items(embeds.rows, count=embeds.count, dtype=self._info.dtype, rows_per_item=page)
         prompt_tokens = len(token_ids) + (0 if encoder is None else len(encoder.token_ids))
         if self._max_cost is not None:
             _check_cost(params.n * origin.prompts, prompt_tokens, max_tokens, rules, self._max_cost)
@@ -567,7 +573,7 @@ class InputProcessor:
                 stable_tokens=prompt.stable_tokens,
                 grammar=grammar,
                 thinking=thinking,
-                prompt_embeds=None if embeds is None else embeds.rows,
+                media=media,
                 encoder_token_ids=None if encoder is None else encoder.token_ids,
                 adapter=adapter,
                 owner=origin.owner,

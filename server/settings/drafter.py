@@ -133,8 +133,6 @@ def _check_settings(config: EngineConfig, settings: SpeculativeConfig) -> None:
         raise ConfigError(FLAG, "quantization: a drafter's weights are read as its checkpoint has them; drop it")
     if config.model.enable_sleep_mode:
         raise ConfigError(FLAG, f"method {settings.method}: a drafter cannot sleep; drop --enable-sleep-mode")
-    if config.model.enable_prompt_embeds:
-        raise ConfigError(FLAG, f"method {settings.method} reads the prompt's tokens; drop --enable-prompt-embeds")
 
 
 def _check_length(drafter: DrafterSpec, max_model_len: int) -> None:

@@ -463,7 +463,6 @@ def backend_options(resolved: Resolved, sampling: SamplerOptions) -> BackendOpti
         schemes=resolved.schemes,
         attention=config.attention.kernel(backend),
         sleep_mode=config.model.enable_sleep_mode,
-        prompt_embeds=config.model.enable_prompt_embeds,
         batch_invariant=config.model.batch_invariant,
         drafter=None if resolved.drafter is None else resolved.drafter.spec,
         lora=lora_options(config.lora, resolved.dtype),

@@ -98,7 +98,14 @@ def compile_ahead(target: Target, options: BackendOptions, *, largest: bool = Fa
     else:
         num_blocks = plan_blocks(model, target, limits, cache, stated=stated)
         shapes = step_shapes(model, limits, factor=4 if target.chip is None else 2)
-        steps = StepProgramSet(model, shapes, num_blocks, limits.max_num_seqs, options.sampling.logprobs_mode)
+        steps = StepProgramSet(
+            model=model,
+            shapes=shapes,
+            num_blocks=num_blocks,
+            rows=limits.max_num_seqs,
+            mode=options.sampling.logprobs_mode,
+            media_rows=limits.media_rows,
+        )
         if target.chip is not None and cache.num_gpu_blocks_override is None and cache.kv_cache_memory_bytes is None:
             examples = largest_programs(steps)
             measured = compile_programs(steps, list(examples.values()))

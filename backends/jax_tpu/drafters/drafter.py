@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from pagoda.backends.jax_tpu.drafters.decoders import JaxDraftDecoder, Target, make_draft_decoder
 from pagoda.backends.jax_tpu.execution.step_input import StepInput
 from pagoda.backends.jax_tpu.model.decoder import JaxDecoder
-from pagoda.backends.jax_tpu.model.layers import Caches
+from pagoda.backends.jax_tpu.model.layers import Caches, without_rows
 from pagoda.backends.jax_tpu.model.mixers.registry import MIXERS
 from pagoda.backends.jax_tpu.model.model import (
     DraftInputs,
@@ -140,6 +140,8 @@ class JaxDrafter:
         batch = step
         if drafter.reads_next:
             batch = replace(step, token_ids=history[step.rows[step.seq_ids], positions + 1])
+        # Token 0 in place of a row of media costs guesses, never answers.
+        batch = replace(batch, token_ids=without_rows(batch.token_ids))
         states, caches = drafter.first(batch, inputs.features, target, caches)
         guesses = jnp.zeros((shape.seqs, shape.guesses), jnp.int32)
         most = counts.max()

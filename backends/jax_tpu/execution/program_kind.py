@@ -92,7 +92,7 @@ class StepContext:
     num_blocks: tuple[int, ...]  # KV cache blocks of each pool, per shard
     rows: int  # request rows per shard
     mode: LogprobsMode = "raw_logprobs"
-    embeds: bool = False  # steps may take embeddings in place of tokens
+    media_rows: int = 0  # rows of media items per shard; 0: prompts have none
     drafter: JaxDrafter | None = None
 
     @property
@@ -104,6 +104,12 @@ class StepContext:
         """
         columns = self.model.max_len + len(self.shapes.widths) + self.shapes.guesses
         return self.array((self.model.shards * self.rows + 1, columns), jnp.int32)
+
+    @property
+    def media(self) -> jax.ShapeDtypeStruct:
+        """[shards * R, D] rows of media items, in the dtype of the embedding table."""
+        model = self.model
+        return self.array((model.shards * self.media_rows, model.spec.hidden_width), model.dtype, "R.")
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -40,16 +40,19 @@ from pagoda.backends.jax_tpu.execution.step_programs import (
     CopyStates,
     Draft,
     Forward,
-    ForwardEmbeds,
     Pool,
     ScorePrompt,
     WriteAdapter,
+    WriteRows,
 )
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
 from pagoda.backends.jax_tpu.parallel import replicated
 from pagoda.common.config.engine import Limits
 from pagoda.common.engine.sampling.state import KINDS
 from pagoda.common.engine.steps.shapes import ShapeLadder
+
+FEW_ROWS: Final = 16
+"""Rows of media that the smallest `WriteRows` writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class StepProgramSet(StepContext):
             "num_blocks": self.num_blocks[0] if len(self.num_blocks) == 1 else list(self.num_blocks),
             "max_drafts": self.shapes.width - 1,
             **({"batch_invariant": True} if self.model.kernel.batch_invariant else {}),
+            **({"media_rows": self.media_rows} if self.media_rows else {}),
         }
 
     @property
@@ -76,10 +80,10 @@ class StepProgramSet(StepContext):
         shapes = sorted(self.shapes, reverse=True)
         yield from map(Forward, shapes)
         yield from map(Draft, shapes if self.drafter is not None else ())
-        yield from (ForwardEmbeds(shape) for shape in shapes if self.embeds and not shape.decode_only)
         yield from (ScorePrompt(*kind) for kind in sorted({(shape.tokens, shape.adapted) for shape in shapes}))
         if self.shapes.adapters:
             yield WriteAdapter()
+        yield from map(WriteRows, reversed(self.written_rows))
         yield from (SetHistoryRow(), SetCounts())
         for pool in self.model.state_pools:
             yield from (CopyStates(pool, count) for count in self.copy_counts)
@@ -92,6 +96,16 @@ class StepProgramSet(StepContext):
             yield from (program(size) for program in UNMASKED_EDITS)
             yield from (MaskLogits(size, rows=count) for count in self.masked_rows(size))
         yield RankLogprobs(SCORE_TOKENS)
+
+    @property
+    def written_rows(self) -> tuple[int, ...]:
+        """Return the sizes of the `WriteRows` programs, ascending; the largest writes every row of a shard."""
+        sizes = []
+        size = FEW_ROWS
+        while self.media_rows and size < self.media_rows:
+            sizes.append(size)
+            size *= 8
+        return (*sizes, self.media_rows) if self.media_rows else ()
 
     def masked_rows(self, seqs: int) -> tuple[int, ...]:
         """Return the sizes of the `MaskLogits` programs of `seqs` rows of logits per shard."""

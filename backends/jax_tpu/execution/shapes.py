@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -49,10 +49,6 @@ def check_invariant(options: BackendOptions) -> None:
         raise ConfigError("--batch-invariant", "jax_tpu has other programs for drafts; drop it or --speculative-config")
     if options.lora is not None:
         raise ConfigError("--batch-invariant", "jax_tpu has other programs for adapters; drop it or --enable-lora")
-    if options.prompt_embeds:
-        raise ConfigError(
-            "--batch-invariant", "jax_tpu has other programs for embeddings; drop it or --enable-prompt-embeds"
-        )
 
 
 def step_shapes(model: StepModel, limits: Limits, *, factor: int) -> StepShapes:
@@ -87,7 +83,7 @@ def make_batch(
 ) -> tuple[StepShape, Int32]:
     """Return the smallest shape for every shard's plan, and the packed step int32 [shards, packed_size(shape)]."""
     tokens, seqs = (max(sizes) for sizes in zip(*((plan.num_tokens, plan.num_seqs) for plan in plans.values())))
-    decode_only = all(plan.num_tokens == plan.num_seqs and plan.embeds is None for plan in plans.values())
+    decode_only = all(plan.num_tokens == plan.num_seqs for plan in plans.values())
     drafts = any(plan.num_drafts is not None for plan in plans.values())
     adapted = any(map(is_adapted, plans.values()))
     shape = shapes.shape_for(tokens, seqs, decode_only, drafts, adapted)
@@ -105,15 +101,6 @@ def token_slots(plan: StepPlan) -> Int32:
     """Return the slot of each token's adapter, int32 [T], or NO_ADAPTER."""
     slots = np.full(plan.num_seqs, NO_ADAPTER, np.int32) if plan.adapter_slots is None else plan.adapter_slots
     return np.repeat(slots, np.diff(plan.query_start))
-
-
-def make_embeds(plans: Plans, shards: int, tokens: int, width: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return [shards * tokens, width]: the plans' embeddings for tokens marked EMBEDDED, zeros elsewhere."""
-    embeds = np.zeros((shards, tokens, width), dtype)
-    for shard, plan in plans.items():
-        if plan.embeds is not None:
-            embeds[shard, plan.embedded] = plan.embeds.view(embeds.dtype)
-    return embeds.reshape(-1, width)
 
 
 def _packed(plan: StepPlan | None, shape: StepShape, empty_row: int, last_drafts: Int32 | None) -> Int32:
@@ -178,6 +165,5 @@ def writers_first(plan: StepPlan) -> tuple[StepPlan, npt.NDArray[np.intp]]:
         num_guesses=None if plan.num_guesses is None else plan.num_guesses[order],
         masked=None if plan.masked is None else np.flatnonzero(np.isin(order, plan.masked)).astype(np.int32),
         adapter_slots=None if plan.adapter_slots is None else plan.adapter_slots[order],
-        embeds=None if plan.embeds is None else plan.embeds[np.argsort(np.argsort(tokens)[plan.embedded])],
     )
     return reordered, order

@@ -58,7 +58,8 @@ class LayersProgram(StepProgramKind):
     def parts(self, context: StepContext) -> ProgramParts:
         model = context.model
         packed = context.array((model.shards, packed_size(self.shape)), jnp.int32, "R.")
-        arguments = (model.leaves, model.caches(context.num_blocks), context.history, packed)
+        rows = (context.media,) if context.media_rows else ()
+        arguments = (model.leaves, model.caches(context.num_blocks), context.history, packed, *rows)
         drafts = context.shapes.width > 1
         captured = () if context.drafter is None else context.drafter.captured
         return ProgramParts(partial(model.forward, self.shape, drafts=drafts, captured=captured), arguments, (1,))
@@ -86,7 +87,8 @@ def _step_label(shape: StepShape) -> str:
 class Forward(LayersProgram):
     """(leaves, caches, history, packed step) -> (caches, hidden [T, D], logits [S * width, V]); donates the caches.
 
-    With a drafter model there is a fourth result, its `DraftInputs`.
+    Of an engine with media there is a fifth argument, the rows that token ids may name. With a drafter model there is a
+    fourth result, its `DraftInputs`.
     """
 
     @property
@@ -106,21 +108,34 @@ class Forward(LayersProgram):
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardEmbeds(LayersProgram):
-    """`Forward` with a fifth argument: embeddings [T, D] for the tokens marked EMBEDDED.
+class WriteRows(StepProgramKind):
+    """(rows [shards * R, D], values [shards * n, D], numbers [shards, n]) -> rows; donates them.
 
-    Compiled with --enable-prompt-embeds only, and not for decode-only shapes.
+    Writes media items whose rows the host has. A number of R or more writes nothing.
     """
+
+    count: int  # n
 
     @property
     def label(self) -> str:
-        return f"{_step_label(self.shape)}, embeddings"
+        return f"write {self.count} rows of media"
+
+    @property
+    def variant(self) -> object:
+        return type(self)
 
     def parts(self, context: StepContext) -> ProgramParts:
         model = context.model
-        parts = Forward(self.shape).parts(context)
-        embeds = context.array((model.shards * self.shape.tokens, model.spec.hidden_width), model.dtype, "R.")
-        return replace(parts, arguments=(*parts.arguments, embeds))
+        values = context.array((model.shards * self.count, model.spec.hidden_width), model.dtype, "R.")
+        numbers = context.array((model.shards, self.count), jnp.int32, "R.")
+        return ProgramParts(model.write_rows, (context.media, values, numbers), (0,))
+
+    def outputs(self, context: StepContext) -> Any:
+        return context.media.sharding
+
+    def cost(self, model: Model, load: BatchLoad) -> RooflineCost:
+        size = self.count * model.spec.hidden_width * model.dtype.itemsize
+        return RooflineCost(flops=0, bytes=2 * size)
 
 
 @dataclass(frozen=True, slots=True)

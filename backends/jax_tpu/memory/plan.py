@@ -70,6 +70,7 @@ def plan_memory(
     """
     adapters = model.adapter_bytes if isinstance(model, Model) else 0
     weights = weight_bytes(model) - adapters
+    media = limits.media_rows * model.spec.hidden_width * model.dtype.itemsize
     block = model.block_bytes
     activations = activation_bytes(model, limits)
     if drafter is not None:
@@ -82,7 +83,9 @@ def plan_memory(
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = split_bytes(model.layout, limits, block, config.kv_cache_memory_bytes)
     else:
-        free = free_bytes(model, config, activations + CODE_BYTES) if room is None else room - activations
+        free = (
+            free_bytes(model, config, activations + media + CODE_BYTES) if room is None else room - activations - media
+        )
         # blocks beyond those of running requests serve the prefix cache
         num_blocks = split_bytes(model.layout, limits, block, free)
         if _is_cpu(model):  # shares its memory with the system
@@ -99,7 +102,12 @@ def plan_memory(
             "devices (--tensor-parallel-size), or lower --max-num-batched-tokens",
         )
     return MemoryPlan(
-        weights=weights, activations=activations, num_blocks=num_blocks, block_bytes=block, adapters=adapters
+        weights=weights,
+        activations=activations,
+        num_blocks=num_blocks,
+        block_bytes=block,
+        media=media,
+        adapters=adapters,
     )
 
 

@@ -27,12 +27,14 @@ from pagoda.backends.jax_tpu.model.layers import (
     all_tokens,
     apply_norm,
     gathered,
+    insert_rows,
     lookup,
     make_ffn,
     make_norm,
     own_tokens,
     rotation,
     table_shape,
+    without_rows,
 )
 from pagoda.backends.jax_tpu.model.layout import (
     CacheIndex,
@@ -55,7 +57,6 @@ from pagoda.backends.jax_tpu.model.streams import (
     JaxStreamEnds,
 )
 from pagoda.backends.jax_tpu.parallel import MODEL
-from pagoda.common.engine.steps.contract import EMBEDDED
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec
 from pagoda.kernels_pallas.chips import ChipInfo
 from pagoda.kernels_pallas.token_selection import SelectedTokens
@@ -144,24 +145,29 @@ class JaxDecoder(nnx.Module):
         self.rotary = nnx.List([build.float32().parameter("...", *table_shape(rope, max_len)) for rope in spec.ropes])
 
     def hidden(
-        self, token_ids: jax.Array, step: AnyStep, caches: Caches, embeds: jax.Array | None = None
+        self, token_ids: jax.Array, step: AnyStep, caches: Caches, rows: jax.Array | None = None
     ) -> tuple[jax.Array, Caches]:
         """token_ids int32 [T] -> hidden states [T, D] after the final norm, and the caches with this step's K and V.
 
-        `embeds` [T, D]: scaled embeddings that replace the table's for tokens marked EMBEDDED.
+        `rows` [R, D]: scaled embeddings that token ids from FIRST_ROW on name; None: none does.
         """
-        hidden, caches, _ = self._run(token_ids, step, caches, embeds)
+        hidden, caches, _ = self._run(token_ids, step, caches, rows)
         return hidden, caches
 
     def hidden_and_captured(
-        self, token_ids: jax.Array, step: StepInput, caches: Caches, captured: tuple[int, ...]
+        self,
+        token_ids: jax.Array,
+        step: StepInput,
+        caches: Caches,
+        captured: tuple[int, ...],
+        rows: jax.Array | None = None,
     ) -> tuple[jax.Array, Caches, jax.Array]:
         """Return the same, and the inputs of the `captured` layers side by side, [T, C*D]."""
         layers = sorted(set(captured))
         slots = np.full(len(self.spec.layers), len(layers), np.int32)
         slots[layers] = np.arange(len(layers))
         inputs = jnp.zeros((len(layers) + 1, len(token_ids), self.spec.width), self.embed[...].dtype)
-        hidden, caches, kept = self._run(token_ids, step, caches, None, LayerInputs(slots, inputs))
+        hidden, caches, kept = self._run(token_ids, step, caches, rows, LayerInputs(slots, inputs))
         assert kept is not None, "it was given"
         return hidden, caches, jnp.concatenate([kept.inputs[layers.index(layer)] for layer in captured], -1)
 
@@ -170,7 +176,7 @@ class JaxDecoder(nnx.Module):
         token_ids: jax.Array,
         step: AnyStep,
         caches: Caches,
-        embeds: jax.Array | None,
+        rows: jax.Array | None,
         kept_inputs: LayerInputs | None = None,
     ) -> tuple[jax.Array, Caches, LayerInputs | None]:
         """Return hidden states, caches, and the inputs of layers if they are kept."""
@@ -178,7 +184,7 @@ class JaxDecoder(nnx.Module):
         if self.lora is not None and isinstance(step, StepInput):
             step = step.with_adapters(self.lora.slots, self.lora.rank)
         with jax.named_scope("embed"):
-            x = self._embed(token_ids, positions, step, embeds)
+            x = self._embed(token_ids, positions, step, rows)
         rotations = {rope: rotation(table[...], positions) for rope, table in zip(self.spec.ropes, self.rotary)}
         if kept_inputs is None and _scatters(self.spec, self.tensor, len(x)):
             step = replace(step, scattered=True)
@@ -257,17 +263,20 @@ class JaxDecoder(nnx.Module):
             hidden = project(hidden, self.embed_out[...])
         return self.pooler(step.pool(hidden, self.pooler.kind), step.shape.of_tokens)
 
-    def _embed(self, token_ids: jax.Array, positions: jax.Array, step: AnyStep, embeds: jax.Array | None) -> jax.Array:
+    def _embed(self, token_ids: jax.Array, positions: jax.Array, step: AnyStep, rows: jax.Array | None) -> jax.Array:
         embedding = self.spec.embedding
         token_types = step.token_types
+        named = token_ids
+        if rows is not None:
+            token_ids = without_rows(token_ids)
         x = lookup(self.embed[...], token_ids)
         if self.embed_lora is not None and step.adapter_mask is not None:
             low = jnp.where(step.adapter_mask, lookup(self.embed_lora.b[...], token_ids), 0)
             x = x + expand(low, self.embed_lora.a[...], x.dtype)
         if embedding.scale != 1.0:
             x = x * jnp.asarray(embedding.scale, x.dtype)  # rounded to the weights' dtype, as in training
-        if embeds is not None:
-            x = jnp.where((token_ids == EMBEDDED)[:, None], embeds, x)
+        if rows is not None:
+            x = insert_rows(x, named, rows)
         if self.embed_in is not None:
             x = project(x, self.embed_in[...])
         if self.positions is not None:

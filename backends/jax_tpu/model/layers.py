@@ -20,6 +20,7 @@ from flax import nnx
 from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxExpertLora, JaxLora
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, GroupedMatrix, JaxBuildContext, project
 from pagoda.backends.jax_tpu.parallel import MODEL
+from pagoda.common.engine.steps.contract import FIRST_ROW
 from pagoda.common.models import spec as models
 from pagoda.common.models.mixers import QueryGrowth
 from pagoda.common.models.primitives import Norm
@@ -102,6 +103,17 @@ def lookup(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     index = token_ids - jax.lax.axis_index(MODEL) * table.shape[0]
     local = (index >= 0) & (index < table.shape[0])
     return all_reduce(jnp.where(local[:, None], table[jnp.where(local, index, 0)], 0))
+
+
+def without_rows(token_ids: jax.Array) -> jax.Array:
+    """Return token_ids int32 [T] with 0 in place of those that name rows of media or are EMBEDDED."""
+    return jnp.where(token_ids < FIRST_ROW, token_ids, 0)
+
+
+def insert_rows(x: jax.Array, token_ids: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return x [T, D] with rows [R, D] of media in place of the embeddings of token_ids int32 [T] that name one."""
+    named = token_ids >= FIRST_ROW
+    return jnp.where(named[:, None], rows[jnp.where(named, token_ids - FIRST_ROW, 0)].astype(x.dtype), x)
 
 
 def local_part(values: jax.Array, size: int) -> jax.Array:

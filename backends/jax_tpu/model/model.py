@@ -78,9 +78,12 @@ class StepDecoder(Protocol):
     """What a model computes in a step, over given parameters."""
 
     def hidden(
-        self, token_ids: jax.Array, step: StepInput, caches: Caches, embeds: jax.Array | None = None
+        self, token_ids: jax.Array, step: StepInput, caches: Caches, rows: jax.Array | None = None
     ) -> tuple[jax.Array, Caches]:
-        """Return hidden states [T, D] of token_ids int32 [T], and the caches with this step's K and V."""
+        """Return hidden states [T, D] of token_ids int32 [T], and the caches with this step's K and V.
+
+        `rows` [R, D]: what token ids from FIRST_ROW on name; None: none does.
+        """
         ...
 
     def logits(self, hidden: jax.Array, adapter_slots: jax.Array | None = None) -> jax.Array:
@@ -194,7 +197,7 @@ class StepModel(ABC):
         caches: Caches,
         history: jax.Array,
         packed: jax.Array,
-        *embeds: jax.Array,
+        *rows: jax.Array,
         drafts: bool = False,
         captured: tuple[int, ...] = (),
     ) -> tuple[Any, ...]:
@@ -202,9 +205,9 @@ class StepModel(ABC):
         sequence, or after its newest token and each draft. With a drafter model also its `DraftInputs`.
 
         `packed` int32 [shards, packed_size(shape)]. T and S are the shape's times the number of shards, by shard.
-        `embeds`: empty, or [T, D] with the embeddings of tokens marked EMBEDDED. `drafts`: of an engine with drafts,
-        whose history ends with a column of rejected ones. `captured`: layers whose inputs a drafter model reads; ():
-        what the head reads.
+        `rows`: empty, or [shards * R, D] of media, which token ids from FIRST_ROW on name. `drafts`: of an engine with
+        drafts, whose history ends with a column of rejected ones. `captured`: layers whose inputs a drafter model
+        reads; (): what the head reads.
         """
         specs = tuple(map(partition, self.axes))
         cache_specs = tuple(partition(stack.axes) for stack in self.cache_index.stacks)
@@ -212,11 +215,11 @@ class StepModel(ABC):
         mapped = jax.shard_map(
             partial(self._forward, shape, drafts, captured),
             mesh=self.mesh,
-            in_specs=(specs, cache_specs, PartitionSpec(), by_shard, *(by_shard for _ in embeds)),
+            in_specs=(specs, cache_specs, PartitionSpec(), by_shard, *(by_shard for _ in rows)),
             out_specs=(cache_specs, by_shard, by_shard, *([draft_inputs_specs()] if shape.guesses else ())),
             check_vma=False,
         )
-        outputs: tuple[Any, ...] = mapped(leaves, caches, history, packed, *embeds)
+        outputs: tuple[Any, ...] = mapped(leaves, caches, history, packed, *rows)
         return outputs
 
     def _forward(
@@ -228,23 +231,40 @@ class StepModel(ABC):
         caches: Caches,
         history: jax.Array,
         packed: jax.Array,
-        *embeds: jax.Array,
+        *rows: jax.Array,
     ) -> tuple[Any, ...]:
         step = StepInput.unpack(packed[0], shape, self.kernel)
         if drafts:
             step = step.shifted(history[:, -1])
         decoder = self.decoder(leaves)
         token_ids = step.resolve_ids(history)
+        media = rows[0] if rows else None
         if captured:
             assert isinstance(decoder, JaxDecoder), "layers are captured of a decoder"
-            hidden, caches, features = decoder.hidden_and_captured(token_ids, step, caches, captured)
+            hidden, caches, features = decoder.hidden_and_captured(token_ids, step, caches, captured, media)
         else:
-            hidden, caches = decoder.hidden(token_ids, step, caches, embeds[0] if embeds else None)
+            hidden, caches = decoder.hidden(token_ids, step, caches, media)
             features = hidden
         with jax.named_scope("head"):
             logits = decoder.logits(hidden[step.sampled], step.sampled_slots)
         outputs = caches, hidden, logits
         return (*outputs, DraftInputs(token_ids, step.kv_len, features)) if shape.guesses else outputs
+
+    def write_rows(self, rows: jax.Array, values: jax.Array, numbers: jax.Array) -> jax.Array:
+        """Return rows [shards * R, D] of media with `values` [shards * n, D] at `numbers` [shards, n] of each shard.
+
+        A number of R or more writes nothing.
+        """
+        by_shard = partition("R.")
+        mapped = jax.shard_map(
+            lambda rows, values, numbers: rows.at[numbers[0]].set(values, mode="drop"),
+            mesh=self.mesh,
+            in_specs=(by_shard, by_shard, by_shard),
+            out_specs=by_shard,
+            check_vma=False,
+        )
+        written: jax.Array = mapped(rows, values, numbers)
+        return written
 
     @property
     def state_pools(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagoda.backends.fallback.model import TransformersModel
 from pagoda.backends.jax_tpu.execution.step_input import KernelChoice, packed_size
-from pagoda.backends.jax_tpu.model.layers import Caches
+from pagoda.backends.jax_tpu.model.layers import Caches, insert_rows, without_rows
 from pagoda.backends.jax_tpu.model.layout import CacheIndex, build_cache_index
 from pagoda.backends.jax_tpu.model.mixers import attention
 from pagoda.backends.jax_tpu.model.mixers.attention import JaxHeadTerms
@@ -27,7 +27,6 @@ from pagoda.backends.jax_tpu.weights.arrange import NO_FORMATS
 from pagoda.backends.jax_tpu.weights.loading import as_jax
 from pagoda.common.backend import Weight
 from pagoda.common.engine.kv_cache.spec import KvLayout
-from pagoda.common.engine.steps.contract import EMBEDDED
 from pagoda.common.engine.steps.shapes import StepShape
 from pagoda.common.errors import ModelError, WeightError
 from pagoda.common.models.drafters import DrafterSpec, mixers_of
@@ -120,11 +119,11 @@ class TorchaxDecoder:
         self.leaves = leaves
 
     def hidden(
-        self, token_ids: jax.Array, step: AnyStep, caches: Caches, embeds: jax.Array | None = None
+        self, token_ids: jax.Array, step: AnyStep, caches: Caches, rows: jax.Array | None = None
     ) -> tuple[jax.Array, Caches]:
         """token_ids int32 [T] -> hidden states [T, D] after the final norm, and the caches with this step's K and V.
 
-        `embeds` [T, D]: embeddings that replace the table's for tokens marked EMBEDDED.
+        `rows` [R, D]: embeddings that token ids from FIRST_ROW on name; None: none does.
         """
         source = self.source
         stacks = list(caches)
@@ -145,11 +144,11 @@ class TorchaxDecoder:
             return torch_view(out)
 
         def insert(embedded: Tensor) -> Tensor:
-            assert embeds is not None
-            return torch_view(jnp.where((token_ids == EMBEDDED)[:, None], embeds, jax_view(embedded)))
+            assert rows is not None, "token ids name rows"
+            return torch_view(insert_rows(jax_view(embedded), token_ids, rows))
 
-        ids, positions = torch_view((jnp.maximum(token_ids, 0), step.positions))
-        given = None if embeds is None else insert
+        ids, positions = torch_view((jnp.maximum(without_rows(token_ids), 0), step.positions))
+        given = None if rows is None else insert
         return self._run(lambda: source.model.hidden(ids, positions, attend, given)), tuple(stacks)
 
     def logits(self, hidden: jax.Array, adapter_slots: jax.Array | None = None) -> jax.Array:

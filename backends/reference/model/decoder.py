@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from pagoda.backends.reference.execution import Embedded, StepBatch, TokenSlots
+from pagoda.backends.reference.execution import StepBatch, TokenSlots
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.adapters import AdapterMatrices
 from pagoda.backends.reference.model.feed_forward import paged_makers
@@ -17,6 +17,7 @@ from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.model.params import ModelParams
 from pagoda.backends.reference.programs.operators import operators
 from pagoda.backends.torch_decoder.decoder import TorchModel
+from pagoda.backends.torch_decoder.media_rows import MediaRows
 from pagoda.backends.torch_decoder.ops import Linear
 from pagoda.common.models.spec import ModelSpec
 
@@ -45,20 +46,20 @@ class Decoder(TorchModel):
         self.programs = None if native is None else native.programs(self._run_layers, max_len)
 
     def hidden(
-        self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], embedded: Embedded | None = None
+        self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], media: MediaRows | None = None
     ) -> Tensor:
         """token_ids int64 [T] -> hidden states [T, D] after the final norm; K and V are written to the caches."""
         with self._adapted(batch.adapters):
-            return self._hidden(token_ids, batch, caches, embedded)
+            return self._hidden(token_ids, batch, caches, media)
 
     def _adapted(self, tokens: TokenSlots | None) -> AbstractContextManager[None]:
         """Return a context in which the layers add the adapters of these tokens."""
         return nullcontext() if self.adapters is None or tokens is None else self.adapters.active.of(tokens)
 
     def _hidden(
-        self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], embedded: Embedded | None
+        self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], media: MediaRows | None
     ) -> Tensor:
-        x = self.embed(token_ids, batch.positions, embedded=embedded)
+        x = self.embed(token_ids, batch.positions, media=media)
         if self.stack.first is not None:
             return self.stack(token_ids, x, batch, caches, self.rotary.at(batch.positions))
         recorded = self.programs is not None and batch.adapters is None
@@ -70,11 +71,16 @@ class Decoder(TorchModel):
         return self.stack.first is None and self.programs is not None and self.programs.records(num_tokens)
 
     def hidden_and_captured(
-        self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], captured: tuple[int, ...]
+        self,
+        token_ids: Tensor,
+        batch: StepBatch,
+        caches: dict[int, LayerCache],
+        captured: tuple[int, ...],
+        media: MediaRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the same, and the inputs of the `captured` layers side by side, [T, C*D]."""
         with self._adapted(batch.adapters):
-            x = self.embed(token_ids, batch.positions)
+            x = self.embed(token_ids, batch.positions, media=media)
             return self.stack.captured(captured, x, batch, caches, self.rotary.at(batch.positions))
 
     def _run_layers(self, x: Tensor, batch: StepBatch, caches: Mapping[int, LayerCache]) -> Tensor:

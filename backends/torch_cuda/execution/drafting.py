@@ -18,6 +18,7 @@ from pagoda.backends.torch_cuda.memory.cache import CudaCache
 from pagoda.backends.torch_cuda.model.drafters import CudaDraftBatch, CudaDraftModel
 from pagoda.backends.torch_cuda.sampling import CudaSampler
 from pagoda.backends.torch_decoder.drafters import DraftTokens
+from pagoda.backends.torch_decoder.media_rows import without_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,19 @@ class DraftPasses:
         captured: tuple[int, ...],
         block_size: int,
         max_len: int,
+        *,
+        has_media: bool = False,
     ) -> None:
-        """`captured`: layers of the target whose inputs the drafter reads; (): what its head reads."""
+        """`captured`: layers of the target whose inputs the drafter reads; (): what its head reads. `has_media`: token
+        ids may name rows of media.
+        """
         self.decoder = decoder
         self.caches = caches
         self.sampler = sampler
         self.captured = captured
         self._block_size = block_size
         self._max_len = max_len
+        self._has_media = has_media
         assert sampler.newest.guesses is not None, "the sampler keeps guesses"
         self._kept = sampler.newest.guesses
         self.guesses = torch.zeros_like(self._kept)  # int32 [S, K] of the newest step, by sequence
@@ -61,6 +67,8 @@ class DraftPasses:
         if decoder.reads_next:
             after = self.sampler.history[step.token_rows.long(), (batch.positions + 1).long()]
             batch = replace(batch, token_ids=after)
+        if self._has_media:  # 0 in place of a row costs guesses, never answers
+            batch = replace(batch, token_ids=without_rows(batch.token_ids))
         return decoder.first(self._tokens(batch, step.features))
 
     def _tokens(self, batch: CudaStepBatch, features: Tensor | None) -> DraftTokens[CudaDraftBatch]:

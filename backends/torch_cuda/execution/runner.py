@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import Embedded
 from pagoda.backends.torch_cuda.attention_backends.protocol import DecodeStep, PlannedDecode
 from pagoda.backends.torch_cuda.execution.drafting import DraftPasses, DraftStep
 from pagoda.backends.torch_cuda.execution.mixed_steps import MixedBuffers
@@ -41,6 +40,7 @@ from pagoda.backends.torch_cuda.kernels.recurrent.state_step import CHUNK
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, copy_states
 from pagoda.backends.torch_cuda.model.decoder import CudaDecoder
 from pagoda.backends.torch_cuda.sampling import CudaSampler
+from pagoda.backends.torch_decoder.media_rows import MediaRows
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.lora.adapter import NO_ADAPTER
 from pagoda.common.engine.steps.contract import Int32, StepPlan, TokenMasks
@@ -75,6 +75,7 @@ class StepParts:
     drafts: DraftPasses | None = None  # of an engine with a drafter
     mixed: MixedBuffers | None = None  # of captured prefill and mixed steps
     planned: PlannedDecode | None = None  # decode attention that plans on the host
+    media: MediaRows | None = None  # rows that token ids may name; None: none does
 
     def plan_decodes(self, plan: StepPlan | None, size: int, *, fixed: bool) -> None:
         """Let attention plan `size` decodes on the host; see `DecodeStep`. None: all of them are padding."""
@@ -207,8 +208,8 @@ class StepPrograms:
         drafts = self.parts.drafts
         if drafts is not None and drafts.captured:
             assert isinstance(decoder, CudaDecoder), "layers are captured of a decoder"
-            return decoder.hidden_and_captured(batch, self.parts.caches, drafts.captured)
-        hidden = decoder.hidden(batch, self.parts.caches)
+            return decoder.hidden_and_captured(batch, self.parts.caches, drafts.captured, self.parts.media)
+        hidden = decoder.hidden(batch, self.parts.caches, self.parts.media)
         return hidden, hidden
 
     def draft(self, size: int, width: int, *, adapted: bool = False) -> Tensor:
@@ -448,7 +449,7 @@ class Runner:
     def _mixed_graph(self, plan: StepPlan, tiles: int, rows: int) -> int | None:
         """Return the tokens of the captured step that computes a prefill or mixed step, or None."""
         mixed = self.programs.parts.mixed
-        if mixed is None or plan.embeds is not None or self._needs_prompt_logprobs(plan):
+        if mixed is None or self._needs_prompt_logprobs(plan):
             return None
         if plan.adapter_slots is not None and (plan.adapter_slots != NO_ADAPTER).any():
             return None
@@ -457,7 +458,7 @@ class Runner:
     def _has_graph(self, plan: StepPlan, lengths: Int32, width: int) -> bool:
         """Return whether a step with drafts can be computed with `width` tokens per sequence, in the input buffers."""
         fits = self.programs.has_decode(width) and lengths.max() <= width
-        return bool(fits and plan.embeds is None and not self._needs_prompt_logprobs(plan))
+        return bool(fits and not self._needs_prompt_logprobs(plan))
 
     def _send(self, step: QueuedStep) -> Tensor:
         """Pack the step's inputs, int32 [shape.size], and start their copy to the device."""
@@ -497,7 +498,9 @@ class Runner:
         programs = self.programs
         buffers = programs.parts.buffers
         keeps_hidden = self._needs_prompt_logprobs(plan)
-        if step.tiles is None and not keeps_hidden and plan.embeds is None:
+        if programs.parts.media is not None:
+            programs.parts.media.write(plan.encodes)
+        if step.tiles is None and not keeps_hidden:
             buffers.fill(shape, packed, plan.num_seqs)
             programs.parts.plan_decodes(plan, step.num_decodes, fixed=True)
             plain = programs.has_plain and step.replay is None
@@ -516,10 +519,6 @@ class Runner:
             tile=self._tile,
             adapted=step.adapted,
         )
-        if plan.embeds is not None:  # captured steps read no embeddings
-            dtype = programs.parts.decoder.embedding_dtype
-            device = batch.token_ids.device
-            batch = replace(batch, embedded=Embedded.of(plan, dtype, device))
         programs.parts.plan_decodes(plan, step.num_decodes, fixed=False)
         hidden, features = programs.hidden(batch)
         indices = shape.vector(packed, "logits_indices")

@@ -28,7 +28,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pagoda.backends.reference.execution import Embedded
 from pagoda.backends.torch_cuda.execution.replay import (
     CudaReplay,
     ReplayPlan,
@@ -84,7 +83,6 @@ class CudaStepBatch:
     chunks: Tensor | None = (
         None  # int32 [n, 2]: as `tiles`, of a chunk of recurrent mixers; None: no sequence has tiles
     )
-    embedded: Embedded | None = None  # prompt embeddings; None: all tokens are looked up
     # int32 [T]: slot of each token's LoRA adapter, the number of slots for tokens without one; None: no token has one
     adapter_slots: Tensor | None = None
     work: WorkList | None = None  # the pieces of the decodes; None: each is read by one program

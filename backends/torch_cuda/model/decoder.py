@@ -20,6 +20,7 @@ from pagoda.backends.torch_cuda.model.parameters import RankParams
 from pagoda.backends.torch_cuda.model.parts import CudaBuildContext, linear, rotary_tables
 from pagoda.backends.torch_cuda.parallel.tensor_parallel import SINGLE_RANK, Comm
 from pagoda.backends.torch_decoder.decoder import TorchModel
+from pagoda.backends.torch_decoder.media_rows import MediaRows
 from pagoda.common.models.spec import ModelSpec
 
 
@@ -61,23 +62,31 @@ class CudaDecoder(TorchModel):
 
     @property
     def embedding_dtype(self) -> torch.dtype:
-        """Dtype of the embedding table, and of prompt embeddings."""
+        """Dtype of the embedding table, and of rows of media."""
         return self.build.table_dtype
 
     @torch.inference_mode()
-    def hidden(self, batch: CudaStepBatch, caches: Mapping[int, CudaCache]) -> Tensor:
-        """Return hidden states [T, D] after the final norm; the caches, by number, are written."""
+    def hidden(self, batch: CudaStepBatch, caches: Mapping[int, CudaCache], media: MediaRows | None = None) -> Tensor:
+        """Return hidden states [T, D] after the final norm; the caches, by number, are written.
+
+        `media`: rows that token ids may name; None: none does.
+        """
         self._begin(batch)
-        x = self.embed(batch.token_ids, batch.positions, embedded=batch.embedded)
+        x = self.embed(batch.token_ids, batch.positions, media=media)
         return self.stack(batch.token_ids, x, batch, caches)
 
     @torch.inference_mode()
     def hidden_and_captured(
-        self, batch: CudaStepBatch, caches: Mapping[int, CudaCache], captured: tuple[int, ...]
+        self,
+        batch: CudaStepBatch,
+        caches: Mapping[int, CudaCache],
+        captured: tuple[int, ...],
+        media: MediaRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the same, and the inputs of the `captured` layers side by side, [T, C*D]."""
         self._begin(batch)
-        return self.stack.captured(captured, self.embed(batch.token_ids, batch.positions), batch, caches)
+        x = self.embed(batch.token_ids, batch.positions, media=media)
+        return self.stack.captured(captured, x, batch, caches)
 
     def _begin(self, batch: CudaStepBatch) -> None:
         """Let the layers add the adapters of the step's tokens."""

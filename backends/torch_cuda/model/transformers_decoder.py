@@ -18,6 +18,7 @@ from pagoda.backends.torch_cuda.kernels.attention.shared import HeadTerms
 from pagoda.backends.torch_cuda.memory.cache import CudaCache, CudaLayerCache
 from pagoda.backends.torch_cuda.model.mixers.attention.paged import CudaPagedHeads
 from pagoda.backends.torch_cuda.model.parts import linear
+from pagoda.backends.torch_decoder.media_rows import MediaRows, without_rows
 from pagoda.common.backend import Weight
 from pagoda.common.models.transformers_spec import TransformersSpec
 from pagoda.common.weights.quantization.tensors import dequantized
@@ -51,19 +52,21 @@ class CudaTransformersDecoder:
 
     @property
     def embedding_dtype(self) -> torch.dtype:
-        """Dtype of prompt embeddings."""
+        """Dtype of the embedding table, and of rows of media."""
         return self.model.dtype
 
     @torch.inference_mode()
-    def hidden(self, batch: CudaStepBatch, caches: Mapping[int, CudaCache]) -> Tensor:
-        """Return hidden states [T, D] after the final norm; K and V are written to the caches."""
+    def hidden(self, batch: CudaStepBatch, caches: Mapping[int, CudaCache], media: MediaRows | None = None) -> Tensor:
+        """Return hidden states [T, D] after the final norm; K and V are written to the caches.
+
+        `media`: rows that token ids may name; None: none does.
+        """
         ids = batch.token_ids.long()
         positions = batch.positions.long()
-        embedded = batch.embedded
         attend = partial(self._attend, batch, caches)
-        if embedded is None:
+        if media is None:
             return self.model.hidden(ids, positions, attend)
-        return self.model.hidden(embedded.mask_ids(ids), positions, attend, embedded.insert)
+        return self.model.hidden(without_rows(ids), positions, attend, lambda rows: media.insert(rows, ids))
 
     def _attend(
         self,

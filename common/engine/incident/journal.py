@@ -19,16 +19,19 @@ from pagoda.common.engine.incident.snapshot import (
     GroupTable,
     InFlightRecord,
     KvShape,
+    MediaRecord,
     PlanDetail,
     Planned,
     PoolRecord,
     Reported,
     RequestRecord,
+    RowsRecord,
     SchedulerRecord,
 )
 from pagoda.common.engine.kv_cache.block_pool import BlockPoolState
 from pagoda.common.engine.kv_cache.borders import SequenceBorders
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.media.step_rows import MediaState
 from pagoda.common.engine.messages import EngineRequest, StepOutputs
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.scheduling.request import Request
@@ -102,7 +105,7 @@ class Journal:
     def added(self, request: EngineRequest) -> None:
         """After `add`."""
         state = self._scheduler.requests[request.request_id]
-        kept = request if request.prompt_embeds is None else replace(request, prompt_embeds=None)
+        kept = replace(request, media=()) if request.media else request  # `state` has the items without payloads, later
         self._segment.entries.append(_Queued(kept, state))
         self._segment.pages += len(request.prompt_token_ids) // self._layout.block_size
 
@@ -129,7 +132,7 @@ class Journal:
             entry.step = plan.step
             entry.num_seqs = len(plan.rows)
             entry.num_tokens = len(plan.token_ids)
-            self._plans.append(plan)
+            self._plans.append(_without_payloads(plan))
             self._segment.steps += 1
         return plan
 
@@ -157,7 +160,7 @@ class Journal:
         first = segments[0].start.record(keyed, tokens=tokens)
         entries = [entry for segment in segments for entry in tuple(segment.entries)]
         events = [_event(entry, keyed, tokens=tokens) for entry in entries]
-        return first, events, [_detail(plan) for plan in tuple(self._plans)], self._kv_shape()
+        return first, events, [_detail(plan, keyed) for plan in tuple(self._plans)], self._kv_shape()
 
     def _kv_shape(self) -> KvShape:
         groups = []
@@ -211,6 +214,7 @@ class _Captured:
             added=counts.added,
             steps=counts.steps,
             preemptions=counts.preemptions,
+            media=None if state.media is None else _rows_record(state.media, keyed),
         )
 
 
@@ -226,6 +230,28 @@ def _in_flight(step: InFlightStep) -> InFlightRecord:
         epochs=step.epochs.tolist(),
         prompt_tokens=step.prompt_tokens,
     )
+
+
+def _rows_record(media: MediaState, keyed: Keyed) -> RowsRecord:
+    return RowsRecord(
+        rows={keyed(digest): list(rows) for digest, rows in media.cache.rows},
+        idle=[keyed(digest) for digest in media.cache.idle],
+        free=list(media.cache.free),
+        held={row: list(numbers) for row, numbers in media.held},
+    )
+
+
+def _media(request: Request, keyed: Keyed) -> list[MediaRecord]:
+    items = () if request.media is None else request.media.items
+    return [MediaRecord(keyed(item.digest), item.kind, list(item.spans)) for item in items]
+
+
+def _without_payloads(plan: StepPlan) -> StepPlan:
+    """Return a plan to keep: media take megabytes."""
+    if not plan.encodes:
+        return plan
+    kept = tuple(replace(encode, item=replace(encode.item, payload=b"")) for encode in plan.encodes)
+    return replace(plan, encodes=kept)
 
 
 def _pool(pool: BlockPoolState, copies: Mapping[int, int], keyed: Keyed) -> PoolRecord:
@@ -311,6 +337,7 @@ class _Values:
             stable_tokens=request.stable_tokens,
             rules=shown_rules(request.rules),
             token_ids=request.known_tokens().tolist() if tokens else None,
+            media=_media(request, keyed),
         )
 
 
@@ -347,10 +374,11 @@ def _event(entry: _Entry, keyed: Keyed, *, tokens: bool) -> Event:
                 digests=[keyed(digest) for digest in tuple(state.hashes)],
                 rules=shown_rules(request.rules),
                 token_ids=state.known_tokens().tolist() if tokens else None,
+                media=_media(state, keyed),
             )
 
 
-def _detail(plan: StepPlan) -> PlanDetail:
+def _detail(plan: StepPlan, keyed: Keyed) -> PlanDetail:
     return PlanDetail(
         step=plan.step,
         shape=(plan.num_seqs, plan.num_tokens, max((table.shape[1] for table in plan.block_tables), default=0)),
@@ -360,6 +388,7 @@ def _detail(plan: StepPlan) -> PlanDetail:
         samples=plan.samples.tolist(),
         starts=[start.row for start in plan.starts],
         tables=[table.tolist() for table in plan.block_tables],
+        encodes={keyed(encode.item.digest): encode.rows.tolist() for encode in plan.encodes},
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -17,17 +18,22 @@ from pagoda.common.engine.incident.snapshot import (
     GroupTable,
     InFlightRecord,
     KvShape,
+    MediaRecord,
     PlanDetail,
     Planned,
     PoolRecord,
     Reported,
     RequestRecord,
+    RowsRecord,
     SchedulerRecord,
     Snapshot,
 )
 from pagoda.common.engine.kv_cache.block_pool import BlockPoolState
 from pagoda.common.engine.kv_cache.manager import KvManager, KvState
 from pagoda.common.engine.kv_cache.spec import KvGroup, KvLayout
+from pagoda.common.engine.media.items import MediaItem, MediaKind
+from pagoda.common.engine.media.rows import RowCacheState
+from pagoda.common.engine.media.step_rows import MediaState
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.scheduling.fair_queue import FairState
@@ -171,6 +177,7 @@ def _detail_difference(plan: StepPlan, detail: PlanDetail) -> str:
         "samples": (plan.samples.tolist(), detail.samples),
         "starts": ([start.row for start in plan.starts], detail.starts),
         "block tables": ([table.tolist() for table in plan.block_tables], detail.tables),
+        "encodes": ({encode.item.digest.hex(): encode.rows.tolist() for encode in plan.encodes}, detail.encodes),
     }
     names = [name for name, (now, then) in pairs.items() if now != then]
     return f"{', '.join(names)} of step {plan.step} differ" if names else ""
@@ -214,6 +221,32 @@ def _scheduler_state(record: SchedulerRecord) -> SchedulerState:
         counts=SchedulerCounts(added=record.added, steps=record.steps, preemptions=record.preemptions),
         prefills=record.prefills,
         fairness=FairState(record.served, record.rows_given, record.lacks_blocks),
+        media=None if record.media is None else _media_state(record.media),
+    )
+
+
+def _media_state(record: RowsRecord) -> MediaState:
+    cache = RowCacheState(
+        rows=tuple((bytes.fromhex(digest), tuple(rows)) for digest, rows in record.rows.items()),
+        idle=tuple(bytes.fromhex(digest) for digest in record.idle),
+        free=tuple(record.free),
+    )
+    return MediaState(cache=cache, held=tuple((row, tuple(items)) for row, items in record.held.items()))
+
+
+def _media_items(records: Sequence[MediaRecord]) -> tuple[MediaItem, ...]:
+    """Return items without payloads."""
+    return tuple(
+        MediaItem(
+            digest=bytes.fromhex(record.digest),
+            kind=cast(MediaKind, record.kind),
+            payload=b"",
+            shape=(),
+            dtype="",
+            grid=(1, 1, 1),
+            spans=tuple((start, length) for start, length in record.spans),
+        )
+        for record in records
     )
 
 
@@ -283,6 +316,7 @@ def _engine_request(event: Added) -> EngineRequest:
         owner=event.owner,
         group=event.group,
         cache_key=event.cache_key,
+        media=_media_items(event.media),
     )
 
 
@@ -304,6 +338,7 @@ def _request(record: RequestRecord) -> Request:
         owner=record.owner,
         group=record.group,
         cache_key=record.cache_key,
+        media=_media_items(record.media),
     )
     request = Request.of(plain, limit=record.limit, rank=tuple(record.rank))
     _set_up(request, record)

@@ -64,6 +64,14 @@ class GroupTable(msgspec.Struct, frozen=True):
     reserved: tuple[int, int]  # first and stop
 
 
+class MediaRecord(msgspec.Struct, frozen=True):
+    """A media item of a request."""
+
+    digest: Digest
+    kind: str
+    spans: list[tuple[int, int]]  # (first position of the prompt, number of rows)
+
+
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An unfinished request."""
 
@@ -93,6 +101,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     stable_tokens: int = 0
     borders: SequenceBorders | None = None
     answer_border: int = 0
+    media: list[MediaRecord] = []
 
 
 class InFlightRecord(msgspec.Struct, frozen=True):
@@ -106,6 +115,15 @@ class InFlightRecord(msgspec.Struct, frozen=True):
     request_ids: list[str]
     epochs: list[int]
     prompt_tokens: int
+
+
+class RowsRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The row cache of media items, and what running requests hold of it."""
+
+    rows: dict[Digest, list[int]]
+    idle: list[Digest]
+    free: list[int]
+    held: dict[int, list[int]]  # row of a request -> numbers of its items
 
 
 class SchedulerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +142,7 @@ class SchedulerRecord(msgspec.Struct, frozen=True, kw_only=True):
     added: int
     steps: int
     preemptions: int
+    media: RowsRecord | None = None
 
 
 class Added(msgspec.Struct, tag="add", frozen=True, kw_only=True):
@@ -144,6 +163,7 @@ class Added(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     token_ids: list[int] | None = None
     token_cost: int = 1
     stable_tokens: int = 0
+    media: list[MediaRecord] = []
 
 
 class Aborted(msgspec.Struct, tag="abort", frozen=True):
@@ -188,6 +208,7 @@ class PlanDetail(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[bool]
     starts: list[int]  # rows that a request took
     tables: list[list[list[int]]]  # block tables by KV group and sequence
+    encodes: dict[Digest, list[int]] = {}  # rows of media items that the step encodes
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,10 +20,11 @@ import numpy.typing as npt
 
 from pagoda.common.engine.kv_cache.borders import SequenceBorders
 from pagoda.common.engine.lora.adapter import NO_ADAPTER, Adapter
+from pagoda.common.engine.media.items import PromptMedia
 from pagoda.common.engine.messages import EngineRequest, FinishReason, PositionLogprobs
 from pagoda.common.engine.pooling.values import PoolingRules
 from pagoda.common.engine.sampling.rules import SamplingRules
-from pagoda.common.engine.steps.contract import EMBEDDED, PREVIOUS, Bool, Int32, UInt8
+from pagoda.common.engine.steps.contract import PREVIOUS, Bool, Int32
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
 
 Int64 = npt.NDArray[np.int64]
@@ -115,7 +116,7 @@ class Request:
     stable_tokens: int = 0  # prompt tokens that later requests are expected to repeat
     borders: SequenceBorders | None = None  # where its recurrent state is kept; None: nowhere, or it has not started
     answer_border: int = 0  # tokens before the copy of its state that the next copy replaces; 0: none does
-    embeds: UInt8 | None = None  # [n, bytes] of the prompt positions that are EMBEDDED
+    media: PromptMedia | None = None  # what the prompt positions that are EMBEDDED name
     pooling: PoolingRules | None = None  # how a pooling model pools the prompt; None: it generates
     encoder: Int32 | None = None  # what the encoder of an encoder-decoder model reads
     adapter: Adapter | None = None  # the LoRA adapter that it is computed with
@@ -158,7 +159,7 @@ class Request:
             token_cost=_token_cost(request.rules.prompt_logprobs),
             mask_state=mask_state,
             stable_tokens=len(prompt) if request.stable_tokens is None else request.stable_tokens,
-            embeds=None if request.prompt_embeds is None else _embed_rows(request.prompt_embeds, prompt),
+            media=PromptMedia(request.media) if request.media else None,
             pooling=request.pooling,
             encoder=None if request.encoder_token_ids is None else np.array(request.encoder_token_ids, np.int32),
             adapter=request.adapter,
@@ -183,16 +184,10 @@ class Request:
             return self.prompt
         return np.concatenate([self.prompt, np.array(self.outputs, np.int32)])
 
-    def embeds_of(self, start: int, stop: int) -> UInt8:
-        """Return the embeddings [n, bytes] of the EMBEDDED positions in [start, stop)."""
-        assert self.embeds is not None, "the request has embeddings"
-        first = np.count_nonzero(self.prompt[:start] == EMBEDDED)
-        return self.embeds[first : first + np.count_nonzero(self.prompt[start:stop] == EMBEDDED)]
-
     def page_bytes(self, start: int, stop: int) -> bytes:
-        """Return the content of the page of tokens [start, stop), all known: their ids, then their embeddings."""
+        """Return the content of the page of tokens [start, stop), all known: their ids, then the rows they name."""
         ids = self.token_bytes(start, stop)
-        return ids if self.embeds is None else ids + self.embeds_of(start, stop).tobytes()
+        return ids if self.media is None else ids + self.media.page_bytes(start, stop)
 
     def token_bytes(self, start: int, stop: int) -> bytes:
         """Return tokens [start, stop), all known, as native int32 bytes."""
@@ -223,12 +218,8 @@ class SharedPrompts:
         return self._array
 
 
-def _embed_rows(values: bytes, prompt: Int32) -> UInt8:
-    return np.frombuffer(values, np.uint8).reshape(np.count_nonzero(prompt == EMBEDDED), -1)
-
-
 class SchedulerPart(Protocol[StateT]):
-    """A concern of a scheduler with a state of its own: fairness, LoRA adapters, token masks, drafts.
+    """A concern of a scheduler with a state of its own: fairness, LoRA adapters, media, token masks, drafts.
 
     The scheduler calls a part at the places of a step where it matters, and reports the life of each request that
     the part concerns: it is added, started and stopped any number of times, and finished.
@@ -418,7 +409,8 @@ class RunningBatch:
         self.masked: Bool = np.zeros(max_num_seqs, np.bool_)  # the request has a mask state
         self.epoch: Int64 = np.zeros(max_num_seqs, np.int64)  # unique per assignment of the row, 0 when free
         self.request: list[Request | None] = [None] * max_num_seqs
-        self.num_embedded = 0  # rows whose prompts have embeddings
+        self.media_stop = zeros()  # the position after the last one that names a row of an item; 0: none does
+        self.media_limit = np.full(max_num_seqs, NEVER, np.int32)  # tokens that rows of items suffice for
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._epochs = 0
         self._by_rank: list[Request] = []
@@ -468,7 +460,6 @@ class RunningBatch:
         self.next_page[row] = NEVER
         self.next_border[row] = NEVER
         self.masked[row] = request.mask_state is not None
-        self.num_embedded += request.embeds is not None
 
     def release(self, request: Request) -> None:
         """Free the request's row."""
@@ -478,7 +469,6 @@ class RunningBatch:
         self._order = None
         self.epoch[row] = 0
         self.request[row] = None
-        self.num_embedded -= request.embeds is not None
         self._free.append(row)
 
     def request_at(self, row: int) -> Request:
@@ -507,7 +497,6 @@ class RunningBatch:
         for request in self._by_rank:
             self.request[request.row] = request
             self.masked[request.row] = request.mask_state is not None
-            self.num_embedded += request.embeds is not None
 
     def budget_cost(self, rows: Int32, counts: Int32) -> int:
         """Return what `counts` [n] tokens of `rows` [n] spend of a step's budget."""
@@ -517,14 +506,6 @@ class RunningBatch:
         """Return how many of the `counts` [n] tokens of `rows` [n] after `context` [n] belong to prompts."""
         left = self.prefill_end[rows] - context
         return int(np.minimum(counts, left).clip(min=0).sum())
-
-    def embeds(self, rows: Int32, counts: Int32) -> UInt8 | None:
-        """Return the embeddings [n, bytes] among the next `counts` tokens of `rows`, in order; None without any."""
-        starts = self.computed[rows]
-        spans = zip(self.requests_at(rows), starts.tolist(), (starts + counts).tolist())
-        parts = [request.embeds_of(start, stop) for request, start, stop in spans if request.embeds is not None]
-        parts = [part for part in parts if len(part)]
-        return np.concatenate(parts) if parts else None
 
     def token_ids(
         self, rows: Int32, counts: Int32, query_start: Int32, samples: Bool, drafts: Int32 | None = None

@@ -9,7 +9,8 @@ A step may also compute drafts, guesses of a sequence's next tokens, of which it
         enter recurrent states at borders into the prefix cache, before a step replaces them
         fairness: preempt a sequence if it keeps another key or request from running at all
         drafts: propose the next tokens of running sequences
-        budget = one token for each running sequence that wants one, chunks of prompts while tokens last
+        budget = one token for each running sequence that wants one, chunks of prompts while tokens last; a chunk ends
+            before a media item for which there are no rows
         allocate blocks for all of it; where blocks lack, preempt the newest sequence and split the budget again
         enter pages that the step fills into the prefix cache
         unless blocks lacked: while tokens, rows and blocks last, start the next waiting request
@@ -20,8 +21,8 @@ A step may also compute drafts, guesses of a sequence's next tokens, of which it
         append the tokens; enter the pages that they fill into the prefix cache
         finish requests at a stop token, at their length, or with an error
 
-Fairness, LoRA adapters, token masks and drafts are parts with a state of their own (`SchedulerPart`): a request knows
-those that it concerns, and a scheduler without drafts or adapters has no such part.
+Fairness, LoRA adapters, media, token masks and drafts are parts with a state of their own (`SchedulerPart`): a request
+knows those that it concerns, and a scheduler without drafts or adapters has no such part.
 
 Uses no device and no text; the clock only records when a request first runs. Per-step work on running requests is a
 few numpy operations on a RunningBatch; Python loops only over requests that start, finish or need a block or a mask.
@@ -42,6 +43,8 @@ from pagoda.common.engine.kv_cache.manager import KvManager, KvState, PrefixHit,
 from pagoda.common.engine.kv_cache.spec import per_pool
 from pagoda.common.engine.lora.adapter import LORA_FIELD
 from pagoda.common.engine.lora.slots import AdapterSlots, AdaptersState, SchedulerAdapters
+from pagoda.common.engine.media.rows import RowCache
+from pagoda.common.engine.media.step_rows import MediaState, SchedulerMedia
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, PositionLogprobs, StepOutputs
 from pagoda.common.engine.scheduling.fair_queue import FairQueue, FairState
 from pagoda.common.engine.scheduling.request import (
@@ -62,7 +65,16 @@ from pagoda.common.engine.scheduling.request import (
 )
 from pagoda.common.engine.speculative.proposer import DraftPlanner
 from pagoda.common.engine.speculative.step_drafts import DraftsState, step_drafts
-from pagoda.common.engine.steps.contract import Bool, Int32, RowStart, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from pagoda.common.engine.steps.contract import (
+    Bool,
+    Encode,
+    Int32,
+    RowStart,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenMasks,
+)
 from pagoda.common.engine.structured_output.grammar import GRAMMAR_FIELD, refused
 from pagoda.common.engine.structured_output.step_masks import MasksState, StepMasks, end_at, masked_sequences
 from pagoda.common.engine.structured_output.token_mask import TokenMaskState
@@ -111,6 +123,7 @@ class SchedulerState:
     prefills: bool  # the newest step computes prompt tokens
     fairness: FairState | None = None
     adapters: AdaptersState | None = None
+    media: MediaState | None = None
     masks: MasksState | None = None
     drafts: DraftsState | None = None
 
@@ -147,7 +160,12 @@ class Scheduler:
             slots = AdapterSlots(limits.max_loras, ready=())
             self.adapters = SchedulerAdapters(slots, self._batch, lambda: waiting_queue(limits.policy))
             self.waiting = self.adapters.queue
-        parts: tuple[SchedulerPart[Any] | None, ...] = (self._fair, self.adapters, self.masks, self._drafts)
+        self._media: SchedulerMedia | None = None
+        if limits.media_rows:
+            self._media = SchedulerMedia(RowCache(limits.media_rows), self._batch, limits.max_encoder_rows)
+        parts: tuple[SchedulerPart[Any] | None, ...] = (
+            *(self._fair, self.adapters, self._media, self.masks, self._drafts),
+        )
         self._parts = tuple(part for part in parts if part is not None)
 
     # --- adding and ending requests ---
@@ -250,6 +268,8 @@ class Scheduler:
                 self._preempt(victim)
         preemptions = self._counts.preemptions
         budget = self._budget_running()
+        if self._media is not None and self._media.num_running:
+            self._media.hold_rows(budget.rows, budget.tokens)
         self._blocks.register_chunks(budget.rows, budget.tokens, budget.drafts)
         starts: list[RowStart] = []
         if is_waiting and self._counts.preemptions == preemptions:
@@ -266,6 +286,8 @@ class Scheduler:
             drafts = None
         while True:
             rows = _rows_to_run(batch, self.masks)
+            if self._media is not None and self._media.num_running:
+                self._media.limit_rows(rows, self.limits.max_num_batched_tokens)
             reserved = 0 if drafts is None else int(batch.num_drafts[rows].sum())
             budget = split_budget(batch, rows, self.limits, reserved)
             if self._blocks.allocate_all(budget.rows, batch.computed[budget.rows] + budget.tokens):
@@ -331,6 +353,9 @@ class Scheduler:
         border = self.kv.set_borders(request, hit)
         if self.limits.chunked_prefill:
             count = min(count, border - hit.num_tokens)
+        if self._media is not None and request.media is not None:
+            end = self._media.reach(request, hit.num_tokens, hit.num_tokens + count)
+            count = end - hit.num_tokens if self.limits.chunked_prefill or end == request.num_known else 0
         row = self._batch.next_free()
         end = hit.num_tokens + count
         # Leave one block per running request where they grow: without it the new request would soon be preempted, or
@@ -346,6 +371,8 @@ class Scheduler:
         self._batch.capacity[row] = self.kv.capacity(request)
         self._batch.next_border[row] = self.kv.next_border(request, end - 1)
         self._blocks.register(request, end)
+        if self._media is not None and request.media is not None:
+            self._media.hold([(request, hit.num_tokens, end)])
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit.num_tokens
             request.scheduled = self._clock()
@@ -374,20 +401,25 @@ class Scheduler:
         guesses = None
         if self._drafts is not None and self.limits.device_drafts:
             guesses = self._drafts.allocate_guesses(rows, end, samples, self.masks.slow_rows)
+        token_ids = batch.token_ids(rows, counts, query_start, samples, drafts)
+        encodes: tuple[Encode, ...] = ()
+        if self._media is not None and self._media.num_running:
+            self._media.name_rows(token_ids, rows=rows, context=context, query_start=query_start)
+            encodes = self._media.take_encodes()
         plan = StepPlan(
             step=self._counts.steps,
             starts=tuple(starts),
             rows=rows.copy(),
             query_start=query_start,
             context=context,
-            token_ids=batch.token_ids(rows, counts, query_start, samples, drafts),
+            token_ids=token_ids,
             block_tables=self.kv.tables(rows, int((end if guesses is None else end + guesses).max())),
             samples=samples,
             state_copies=() if self.kv.borders is None else self.kv.take_copies(),
             num_drafts=drafts,
             num_guesses=guesses,
             masked=masked_sequences(batch, rows, samples, drafts) if self.masks.num_requests else None,
-            embeds=batch.embeds(rows, counts) if batch.num_embedded else None,
+            encodes=encodes,
             adapter_slots=None if self.adapters is None else self.adapters.slots_of(rows),
             adapter_loads=() if self.adapters is None else self.adapters.slots.take_loads(),
         )
@@ -480,7 +512,8 @@ class Scheduler:
         request.status = status
         for part in request.parts:
             part.finished(request)
-        request.embeds = None  # an incident's record may hold the request for some time
+        if request.media is not None:
+            request.media = request.media.without_payloads()  # an incident's record may hold the request for some time
         del self.requests[request.request_id]
 
     def _free_row(self, request: Request) -> None:
@@ -502,6 +535,8 @@ class Scheduler:
             )
         if self.adapters is not None:
             self.adapters.check_integrity(self.running)
+        if self._media is not None:
+            self._media.check_integrity(self.running)
         for pool in self.kv.pools:
             if not self.running and pool.num_free != pool.num_blocks - 1:
                 raise RuntimeError(f"nothing runs, yet only {pool.num_free} blocks are free")
@@ -519,6 +554,7 @@ class Scheduler:
             prefills=self._prefills,
             fairness=None if self._fair is None else self._fair.state(),
             adapters=None if self.adapters is None else self.adapters.state(),
+            media=None if self._media is None else self._media.state(),
             masks=self.masks.state(),
             drafts=None if self._drafts is None else self._drafts.state(),
         )
@@ -538,6 +574,7 @@ class Scheduler:
                 self.waiting.push(request)
         _restore_part(self._fair, state.fairness, requests)
         _restore_part(self.adapters, state.adapters, requests)
+        _restore_part(self._media, state.media, requests)
         _restore_part(self.masks, state.masks, requests)
         _restore_part(self._drafts, state.drafts, requests)
 
@@ -568,6 +605,11 @@ def check_request(request: EngineRequest, limits: Limits, kv: KvManager, *, has_
         raise RequestError(
             "prompt", f"{num_prompt} tokens leave no room to answer in a context of {limits.max_model_len}"
         )
+    for item in request.media:
+        if item.num_rows > limits.media_rows:
+            raise RequestError(
+                "prompt", f"a media item has {item.num_rows} rows, the engine has room for {limits.media_rows}"
+            )
     if request.adapter is not None and not has_adapters:
         raise RequestError(LORA_FIELD, "the engine has no LoRA adapters; start it with --enable-lora")
     if not kv.fits(num_prompt + 1):
@@ -601,7 +643,8 @@ def split_budget(batch: RunningBatch, rows: Int32, limits: Limits, reserved: int
     `reserved`: tokens that chunks may not take.
     """
     total = batch.total[rows]
-    want = (total - batch.computed[rows]) * (total < batch.limit[rows])
+    known = np.minimum(total, batch.media_limit[rows]) if limits.media_rows else total
+    want = (known - batch.computed[rows]) * (total < batch.limit[rows])
     if (want == 1).all():
         return TokenBudget(rows, want)
     single = rows[want == 1]

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.common.engine.lora.adapter import AdapterLoad
+from pagoda.common.engine.media.items import MediaItem
 from pagoda.common.engine.sampling.rules import SamplingRules
 
 Int32 = npt.NDArray[np.int32]
@@ -34,7 +35,10 @@ GUESSED: Final = -2
 """Placeholder token id of a draft: the j-th draft of a sequence is the j-th guess of its row, still on the device."""
 
 EMBEDDED: Final = 2**31 - 1
-"""Placeholder token id: this prompt position has an embedding, which the plan carries, instead of a token."""
+"""Placeholder token id in requests and histories: this prompt position has a row of a media item instead of a token."""
+
+FIRST_ROW: Final = 2**30
+"""Token id FIRST_ROW + r in a plan: the embedding of the token is row r of the device's row cache."""
 
 NULL_BLOCK: Final = 0
 """Block id 0 is never allocated: it fills table entries that no query reads."""
@@ -49,6 +53,14 @@ class RowStart:
     num_prompt: int  # prompt tokens among them
     rules: SamplingRules
     encoder_token_ids: Int32 | None = None  # what the encoder of an encoder-decoder model reads for this row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encode:
+    """A media item that becomes rows of the device's row cache."""
+
+    item: MediaItem
+    rows: Int32  # [n] the row of each row of the item, in order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +94,9 @@ class StepPlan:
     accepted drafts and the token sampled after them. K and V of rejected drafts stay in the cache, after the end of the
     sequence, until later tokens replace them.
 
+    `encodes` come before the forward pass: each turns a media item into rows of the row cache, which token ids from
+    FIRST_ROW on name. No two of them write the same row, and no sequence of the step reads a row's former content.
+
     A sequence with a LoRA adapter computes with the weights in its slot. `adapter_loads` are the slots whose content
     changes before the step; the engine hands the weights over (`LoraBackend.load_adapter`) before it executes the plan.
 
@@ -101,7 +116,7 @@ class StepPlan:
     rows: Int32  # [S] row of each sequence
     query_start: Int32  # [S+1] cumulative token counts
     context: Int32  # [S] tokens already in the cache before this step
-    token_ids: Int32  # [T] PREVIOUS or GUESSED where the host does not know the id, EMBEDDED where `embeds` has a row
+    token_ids: Int32  # [T] PREVIOUS or GUESSED where the host does not know the id, FIRST_ROW + r for a row of an item
     # One [S, P] per KV group. Entries past a sequence's end are NULL_BLOCK, or blocks it got for rejected drafts.
     block_tables: tuple[Int32, ...]
     samples: Bool  # [S] the sequence's last token is its newest: sample the next one
@@ -109,7 +124,7 @@ class StepPlan:
     num_drafts: Int32 | None = None  # [S] 0 for sequences that do not sample; None: no sequence has drafts
     masked: Int32 | None = None  # [n > 0] indices of the sequences whose TokenMasks follow while the step runs
     num_guesses: Int32 | None = None  # [S] what the drafter guesses after each sequence that samples; None: nothing
-    embeds: UInt8 | None = None  # [n, D numbers of the model's dtype as bytes] of the n tokens that are EMBEDDED
+    encodes: tuple[Encode, ...] = ()  # items whose rows are not in the row cache yet
     adapter_slots: Int32 | None = None  # [S] slot of each sequence's adapter, or NO_ADAPTER; None: no sequence has one
     adapter_loads: tuple[AdapterLoad, ...] = ()  # at most one for each slot
 
@@ -133,9 +148,9 @@ class StepPlan:
         return np.where(self.token_ids == GUESSED, GUESSED - numbers, self.token_ids).astype(np.int32)
 
     @property
-    def embedded(self) -> npt.NDArray[np.intp]:
-        """Indices of the EMBEDDED tokens [n], in the order of `embeds`."""
-        return np.flatnonzero(self.token_ids == EMBEDDED)
+    def media_tokens(self) -> npt.NDArray[np.intp]:
+        """Indices [n] of the tokens that name rows."""
+        return np.flatnonzero((self.token_ids >= FIRST_ROW) & (self.token_ids < EMBEDDED))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -190,7 +190,6 @@ def test_what_jax_tpu_cannot_compute_invariantly_is_refused_by_name() -> None:
     create = load_backend("jax_tpu").create
     refused = {
         "--tensor-parallel-size 1": {"tensor": 2},
-        "--enable-prompt-embeds": {"prompt_embeds": True},
         "--speculative-config": {"limits": replace(LIMITS, block_size=8, max_drafts=2)},
     }
     for remedy, more in refused.items():

@@ -15,7 +15,7 @@ assert support.devices.jax_devices.DEVICES > 1
 OPTIONS: dict[str, dict[str, Any]] = {
     "reference": {},
     "torch_cuda": {"device": CPU},
-    "jax_tpu": {"prompt_embeds": True},
+    "jax_tpu": {},
 }
 
 

@@ -250,7 +250,7 @@ def test_what_is_not_simulated_is_refused() -> None:
     with pytest.raises(ConfigError, match="--enable-lora: is not simulated; drop it"):
         create(make_options(tiny_spec(), limits=LIMITS, lora=LoraOptions(1, 8, "float32")))
     with pytest.raises(ConfigError, match="--enable-prompt-embeds: is not simulated"):
-        create(make_options(tiny_spec(), limits=LIMITS, prompt_embeds=True))
+        create(make_options(tiny_spec(), limits=replace(LIMITS, media_rows=40)))
     with pytest.raises(ConfigError, match="--data-parallel-size: is not simulated"):
         create(make_options(tiny_spec(), limits=LIMITS, data=2))
     with pytest.raises(ConfigError, match=r"--acceptance-rate: 1.5 is not a probability"):

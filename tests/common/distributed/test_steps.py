@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fakes import FakeBackend, FakePending, FakeShards, hybrid_layout, scrambled
+from fakes import FakeBackend, FakePending, FakeShards, hybrid_layout, row_items, scrambled
 from support.engines.engine_runs import drained_tokens
 from support.engines.replaying import Replaying, drafting
 from support.engines.scripted_masks import add_masked
@@ -31,7 +31,7 @@ from pagoda.common.engine.steps.contract import EMBEDDED, StepPlan
 from pagoda.common.errors import EngineDeadError, SleepError, WeightError
 from pagoda.common.weights.lora.weights import AdapterWeights, LowRank
 
-LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4)
+LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=4, media_rows=32)
 Make = Callable[..., "Pair"]
 RULES = SamplingRules(
     logit_bias=((3, 0.0),), bad_words=((1, 2),), min_tokens=1, stop_ids=(9,), logprobs=1, prompt_logprobs=0
@@ -103,7 +103,7 @@ def answers(engine: EngineCore) -> dict[str, list[int]]:
             prompt_token_ids=prompt if rows is None else [EMBEDDED] * len(prompt),
             rules=RULES,
             max_tokens=6,
-            prompt_embeds=rows,
+            media=() if rows is None else row_items([EMBEDDED] * len(prompt), rows),
         )
         if number in (2, 3):
             engine.add_request(engine_request)
@@ -149,10 +149,10 @@ def answers_for_ever(engine: EngineCore) -> None:
 
 def arrays(plan: StepPlan) -> list[np.ndarray]:
     starts = [start.token_ids for start in plan.starts]
-    embeds = [] if plan.embeds is None else [plan.embeds]
+    encodes = [part for encode in plan.encodes for part in (encode.rows, np.frombuffer(encode.item.payload, np.uint8))]
     numbers = [plan.rows, plan.query_start, plan.context, plan.token_ids, plan.samples]
     optional = [each for each in (plan.masked, plan.num_drafts) if each is not None]
-    return [*numbers, *plan.block_tables, *starts, *optional, *embeds]
+    return [*numbers, *plan.block_tables, *starts, *optional, *encodes]
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -168,7 +168,7 @@ def test_every_host_runs_the_same_steps(make: Make, drafts: int) -> None:
     assert tokens_of == want
     assert any(plan.num_drafts is not None for plan in pair.there.plans) == (drafts > 0)
     assert len(pair.there.plans) == len(pair.here.plans) > 6
-    assert any(plan.embeds is not None for plan in pair.there.plans)
+    assert any(plan.encodes for plan in pair.there.plans)
     assert pair.here.masks.keys() == pair.there.masks.keys()
     assert len(pair.here.masks) > 3
     for step, masks in pair.here.masks.items():

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 from fakes import (
     FakeBackend,
     FakeShards,
@@ -34,10 +35,12 @@ from pagoda.common.engine.core import EngineCore, generation_core
 from pagoda.common.engine.data_parallel import sharded_core
 from pagoda.common.engine.kv_cache.manager import KvManager
 from pagoda.common.engine.kv_cache.spec import KvLayout
+from pagoda.common.engine.media.items import MediaItem, media_digest
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.scheduling.scheduler import Scheduler
-from pagoda.common.models.mixers.caches import StateCache
+from pagoda.common.engine.steps.contract import EMBEDDED
+from pagoda.common.models.mixers.caches import FullCache, StateCache
 
 STOPS = frozenset({3, 4})
 MAX_LEN = 48
@@ -88,12 +91,55 @@ VOCAB = 64
 """Of masked requests; scripted tokens are below 50."""
 
 
+def with_media(request: EngineRequest, items: list[tuple[int, int, int, int]]) -> EngineRequest:
+    """The request with those items (first position, rows, positions between the halves, content) that fit its prompt.
+
+    Items of one content have the same rows, and a picture's encoder computes them; others are rows of the caller.
+    """
+    prompt = list(request.prompt_token_ids)
+    media = []
+    for start, count, gap, content in items:
+        spans = [(start, count)] if not gap or count < 2 else [(start, 1), (start + 1 + gap, count - 1)]
+        places = [place for first, length in spans for place in range(first, first + length)]
+        if places[-1] >= len(prompt) or any(prompt[place] == EMBEDDED for place in places):
+            continue
+        for place in places:
+            prompt[place] = EMBEDDED
+        payload = np.arange(count, dtype=np.float32) + 10 * content + 5
+        shape = count, 4
+        kind = "image" if content % 2 else "rows"
+        digest = media_digest(kind=kind, shape=shape, dtype="float32", payload=payload.tobytes(), options=())
+        media.append(
+            MediaItem(
+                digest=digest,
+                kind=kind,
+                payload=payload.tobytes(),
+                shape=shape,
+                dtype="float32",
+                grid=(1, 1, count),
+                spans=tuple(spans),
+            )
+        )
+    rules = replace(request.rules, prompt_logprobs=None) if media else request.rules
+    return replace(request, prompt_token_ids=prompt, media=tuple(media), rules=rules)
+
+
+def said(request: EngineRequest) -> list[int]:
+    """What the prompt's positions say: their tokens, or the first numbers of their rows."""
+    prompt = list(request.prompt_token_ids)
+    for item in request.media:
+        places = [place for first, length in item.spans for place in range(first, first + length)]
+        for place, number in zip(places, np.frombuffer(item.payload, np.float32).tolist()):
+            prompt[place] = int(number)
+    return prompt
+
+
 def alone(request: EngineRequest, room: int, masked: bool = False) -> list[int]:
     """What the request must answer: the scripted tokens, up to a stop, its limit or the end of the room.
 
     With `masked` each is the scripted token or the next one that the mask allows.
     """
-    history, answer = list(request.prompt_token_ids), []
+    history, answer = said(request), []
     while len(answer) < request.max_tokens and len(history) < room:
         token = scrambled(history)
         if masked:
@@ -195,6 +241,9 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(requests=st.lists(st.tuples(REQUEST, st.booleans()), min_size=2, max_size=6))
     def add(self, requests):
+        self.add_requests(requests)
+
+    def add_requests(self, requests):
         for drawn, masked in requests:
             if not self.kv(self.engine).fits(len(drawn.prompt_token_ids) + 1):
                 continue
@@ -278,6 +327,30 @@ class GuessedTraffic(Traffic):
         return generation_core(backend, layout, limits, backend.num_blocks, partial(Scheduler, clock=self.clock))
 
 
+class MediaTraffic(Traffic):
+    """The same with media in prompts, and rows for few of them."""
+
+    def make(self, limits: Limits, layout: KvLayout, num_blocks: tuple[int, ...], **fake: Any) -> EngineCore:
+        whole = 0 if limits.chunked_prefill else MAX_LEN
+        if not any(isinstance(group.spec, FullCache) for group in layout.groups):
+            layout = full_layout()  # the fake backend recalls media by its pages
+            num_blocks = num_blocks[:1]
+        limits = replace(limits, media_rows=whole + 9 + self.accuracy // 10, max_encoder_rows=limits.max_num_seqs * 2)
+        return super().make(limits, layout, num_blocks, **fake)
+
+    @rule(
+        requests=st.lists(st.tuples(REQUEST, st.booleans()), min_size=2, max_size=6),
+        items=st.lists(
+            st.tuples(st.integers(0, 20), st.integers(1, 9), st.sampled_from([0, 0, 2]), st.integers(0, 3)),
+            min_size=1,
+            max_size=5,
+        ),
+    )
+    def add_media(self, requests, items):
+        items_of = items, items[1:]
+        self.add_requests([(with_media(drawn, items_of[n % 2]), masked) for n, (drawn, masked) in enumerate(requests)])
+
+
 class ShardedTraffic(Traffic):
     """The same over two copies of the model."""
 
@@ -300,6 +373,8 @@ SETTINGS = settings(
 Traffic.TestCase.settings = SETTINGS
 ShardedTraffic.TestCase.settings = settings(SETTINGS, max_examples=40)
 GuessedTraffic.TestCase.settings = settings(SETTINGS, max_examples=60)
+MediaTraffic.TestCase.settings = settings(SETTINGS, max_examples=60)
 TestEngine = Traffic.TestCase
+TestMedia = MediaTraffic.TestCase
 TestGuesses = GuessedTraffic.TestCase
 TestShards = ShardedTraffic.TestCase

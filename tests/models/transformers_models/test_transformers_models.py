@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from fakes import row_items
 from models.cases import tiny
 from support.devices.torch_cuda_model import TorchCudaModel
 from support.engines.backend_options import make_options
@@ -249,7 +250,7 @@ def test_jax_tpu_compiles_for_tpus(tmp_path: Path) -> None:
     assert program.memory_analysis().alias_size_in_bytes == cache_bytes
 
 
-LIMITS = Limits(max_model_len=96, max_num_batched_tokens=20, max_num_seqs=4, block_size=8)
+LIMITS = Limits(max_model_len=96, max_num_batched_tokens=20, max_num_seqs=4, block_size=8, media_rows=52)
 """Prompts longer than 20 tokens are prefilled in chunks."""
 
 
@@ -260,7 +261,7 @@ def engine(
     saved: OnDisk, backend: str, limits: Limits = LIMITS, scheduler: MakeScheduler = Scheduler, **make: Any
 ) -> EngineCore:
     layout, blocks = kv_layout(saved.spec, limits.block_size), (30,)
-    options = make_options(saved.spec, limits=limits, layout=layout, prompt_embeds=limits.max_drafts == 0)
+    options = make_options(saved.spec, limits=limits, layout=layout)
     made = load_backend(backend).create(options, **make)
     made.load(saved.weights())
     made.plan_memory()
@@ -270,9 +271,8 @@ def engine(
 
 
 def ask(name: str, prompt: list[int], count: int, embeds: bytes | None = None) -> EngineRequest:
-    return EngineRequest(
-        request_id=name, prompt_token_ids=prompt, prompt_embeds=embeds, rules=SamplingRules(), max_tokens=count
-    )
+    media = () if embeds is None else row_items(prompt, embeds)
+    return EngineRequest(request_id=name, prompt_token_ids=prompt, media=media, rules=SamplingRules(), max_tokens=count)
 
 
 def answers(core: EngineCore, requests: list[EngineRequest]) -> list[list[int]]:

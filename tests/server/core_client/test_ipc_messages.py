@@ -131,7 +131,7 @@ def test_startup_table_shows_the_total() -> None:
 def test_sequences_of_a_request_share_a_message_and_their_lists() -> None:
     """n = 256 with a logit_bias of 49k tokens took 2 GB in the engine and 150 MB on the wire."""
     bias = tuple((token, 1.0) for token in range(5000))
-    first = replace(REQUEST, request_id="0", rules=replace(REQUEST.rules, logit_bias=bias, seed=7), prompt_embeds=None)
+    first = replace(REQUEST, request_id="0", rules=replace(REQUEST.rules, logit_bias=bias, seed=7), media=())
     n = [replace(first, request_id=str(index), rules=replace(first.rules, seed=7 + index)) for index in range(256)]
     other = replace(first, request_id="other", prompt_token_ids=list(first.prompt_token_ids))
     messages = list(ipc_messages.AddRequest.several([*n, other]))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import row_items
 from support.checkpoints.byte_text import byte_tokenizer
 from support.engines.fake_engine import PROGRAM, allow
 from support.suite.watching import PATIENCE, until, variables_of
@@ -24,6 +25,7 @@ from pagoda.common.config.groups.runtime import RuntimeConfig
 from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineStats, StepOutputs
 from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.steps.contract import EMBEDDED
 from pagoda.common.errors import ConfigError, EngineDeadError, EngineUnavailableError
 from pagoda.common.observe.metrics import Metrics
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
@@ -103,7 +105,7 @@ def test_a_prefix_gives_way_to_balance() -> None:
     [
         {"cache_salt": "x"},
         {"adapter": Adapter(name="one", number=1, path="/one")},
-        {"prompt_embeds": b"1234"},
+        {"media": row_items([EMBEDDED] * 3, b"aabbcc")},
     ],
 )
 def test_prefixes_with_other_keys_are_not_the_same(other: dict[str, Any]) -> None:

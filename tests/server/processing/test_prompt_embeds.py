@@ -1,7 +1,6 @@
 """Embeddings as prompts: rows of a model's own table say what its tokens say, however the engine takes them."""
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from support.checkpoints.drafter_folders import eagle
 from support.checkpoints.tiny_folder import write_model
 from support.suite.rows import each_row
 
 from pagoda.common.beam_search import BeamSearchParams
 from pagoda.common.engine.core import EngineCore
-from pagoda.common.engine.messages import EngineRequest
+from pagoda.common.engine.media.items import MediaItem
 from pagoda.common.engine.scheduling.scheduler import Scheduler
 from pagoda.common.errors import ConfigError, RequestError
 from pagoda.common.sampling_params import RequestOutputKind, SamplingParams
@@ -135,6 +135,22 @@ def test_preempted_requests_go_on(make: Make, llm: LLM, table: np.ndarray) -> No
     assert scheduler_of(tight).stats().preemptions
 
 
+@each_row("kind", ["eagle", "draft_model", "ngram"])
+def test_drafts_after_rows_are_those_of_a_model_that_cannot_see_them(
+    make: Make, llm: LLM, table: np.ndarray, tmp_path: Path, kind: str
+) -> None:
+    """The answers are the same; a prompt is computed in chunks, and again from the prefix cache."""
+    settings: dict[str, Any] = {"method": kind, "num_speculative_tokens": 3}
+    if kind != "ngram":
+        write = eagle if kind == "eagle" else write_model
+        settings["model"] = str(write(tmp_path / kind))
+    drafting = make(speculative_config=settings, kv_cache_memory_bytes=1 << 24)
+    expected = ask(llm, PROMPTS, max_tokens=16)
+    for _ in range(2):
+        assert_same(ask(drafting, embedded(table), max_tokens=16), expected)
+    assert scheduler_of(drafting).stats().drafts is not None
+
+
 def test_several_answers_seeds_and_penalties(llm: LLM, table: np.ndarray) -> None:
     for params in (
         {"n": 3, "temperature": 1.0, "seed": 7},
@@ -195,16 +211,17 @@ def test_rows_are_freed_with_their_request(llm: LLM, table: np.ndarray) -> None:
     engine, scheduler = llm.llm_engine, scheduler_of(llm)
     engine.add_request("held", {"prompt_embeds": table[PROMPTS[0]]}, SamplingParams(max_tokens=3, ignore_eos=True))
     engine.step()
-    (request,) = scheduler.running
-    rows = weakref.ref(request.embeds)
-    del request
-    assert rows() is not None
+    assert kept_items()
     while engine.has_unfinished_requests():
         engine.step()
     gc.collect()
-    assert rows() is None
-    assert not [each for each in gc.get_objects() if type(each) is EngineRequest and each.prompt_embeds]
+    assert not kept_items()
     scheduler.check_integrity()
+
+
+def kept_items() -> list[MediaItem]:
+    """Items of this process with a payload."""
+    return [each for each in gc.get_objects() if type(each) is MediaItem and each.payload]
 
 
 def scheduler_of(llm: LLM) -> Scheduler:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from fakes import row_items
 from support.devices.jax_requests import requests
 from support.engines.backend_options import make_options
 from support.engines.reference_driver import random_weights, tiny_spec
@@ -24,7 +25,7 @@ SPECS = {
     "scaled": replace(tiny_spec(window=6), embedding=Embedding(scale=3.5)),
     "narrow": replace(tiny_spec(), embedding=Embedding(scale=2.5, positions=64, position_offset=2, width=16)),
 }
-LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=8)
+LIMITS = Limits(max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4, block_size=8, media_rows=40)
 BLOCKS = 13
 
 
@@ -51,10 +52,11 @@ def embedded(spec: ModelSpec, request: EngineRequest) -> EngineRequest:
     table = dict(random_weights(spec))["embed"] * np.float32(spec.embedding.scale)
     tokens = np.array(request.prompt_token_ids)
     stay = np.arange(len(tokens)) % 5 == 2 if int(request.request_id) % 3 == 0 else np.zeros(len(tokens), np.bool_)
+    ids = np.where(stay, tokens, EMBEDDED).tolist()
     return replace(
         request,
-        prompt_token_ids=np.where(stay, tokens, EMBEDDED).tolist(),
-        prompt_embeds=table[tokens[~stay]].tobytes(),
+        prompt_token_ids=ids,
+        media=row_items(ids, table[tokens[~stay]].tobytes()),
     )
 
 

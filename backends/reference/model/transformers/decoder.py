@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from pagoda.backends.fallback.attention import RelativeBias
 from pagoda.backends.fallback.encoder_decoder import CrossStates, EncoderDecoderModel, attend_rows
 from pagoda.backends.fallback.model import TransformersModel
-from pagoda.backends.reference.execution import Embedded, StepBatch
+from pagoda.backends.reference.execution import StepBatch
 from pagoda.backends.reference.memory import LayerCache
 from pagoda.backends.reference.model.linear import Linear, float32_linear
 from pagoda.backends.reference.model.mixers.attention.paged import PagedHeads
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.backends.reference.weights.load import rounded_weights
+from pagoda.backends.torch_decoder.media_rows import MediaRows, without_rows
 from pagoda.common.backend import Weight
 from pagoda.common.engine.steps.contract import RowStart
 from pagoda.common.models.transformers_spec import TransformersSpec
@@ -53,7 +54,7 @@ class TransformersDecoder:
         self.num_bytes = self.model.num_bytes
 
     def hidden(
-        self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], embedded: Embedded | None = None
+        self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], media: MediaRows | None = None
     ) -> Tensor:
         """token_ids int64 [T] -> hidden states [T, D] after the final norm; K and V are written to the caches."""
         count = len(token_ids)
@@ -64,12 +65,12 @@ class TransformersDecoder:
             return self._sent(heads(q, (k, v), batch, caches).view_as(q))
 
         def insert(rows: Tensor) -> Tensor:
-            assert embedded is not None
-            return self._sent(embedded.insert(self._received(rows, count)))
+            assert media is not None, "token ids name rows"
+            return self._sent(media.insert(self._received(rows, count), token_ids))
 
-        ids = token_ids if embedded is None else embedded.mask_ids(token_ids)
+        ids = token_ids if media is None else without_rows(token_ids)
         sent = self._sent(ids), self._sent(batch.positions)
-        return self._received(self.model.hidden(*sent, attend, None if embedded is None else insert), count)
+        return self._received(self.model.hidden(*sent, attend, None if media is None else insert), count)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden [R, D] -> float32 logits [R, V]."""
@@ -115,10 +116,10 @@ class EncoderDecoder:
         self._encoded[start.row] = self.model.encode(torch.from_numpy(start.encoder_token_ids.astype(np.int64)))
 
     def hidden(
-        self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], embedded: Embedded | None = None
+        self, token_ids: Tensor, batch: StepBatch, caches: dict[int, LayerCache], media: MediaRows | None = None
     ) -> Tensor:
         """token_ids int64 [T] -> hidden states [T, D] after the final norm; K and V are written to the caches."""
-        assert embedded is None, "prompt embeddings are refused"
+        assert media is None, "prompts of encoder-decoder models have no media"
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor, _: object, bias: RelativeBias | None) -> Tensor:
             table = None if bias is None else bias.by_distance(self.spec.max_positions)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
-from fakes import FakeBackend, blocks_of, full_layout, hybrid_layout, mixed_layout, scrambled, state_layout
+from fakes import FakeBackend, blocks_of, full_layout, hybrid_layout, mixed_layout, row_items, scrambled, state_layout
 
 from pagoda.common.config.engine import Limits
 from pagoda.common.config.groups.cache import StateSnapshots
@@ -21,6 +22,7 @@ from pagoda.common.engine.incident.snapshot import Added, Planned, Reported, Sna
 from pagoda.common.engine.kv_cache.spec import KvLayout
 from pagoda.common.engine.messages import EngineRequest
 from pagoda.common.engine.sampling.rules import SamplingRules
+from pagoda.common.engine.steps.contract import EMBEDDED
 from pagoda.common.errors import RequestError
 
 
@@ -37,7 +39,10 @@ def request(name: str, prompt: list[int], **settings: Any) -> EngineRequest:
 
 
 def run(core: EngineCore, steps: int, seed: int = 0) -> None:
-    """Random requests of two keys with common prefixes, n sequences, stops and aborts; more than the cache holds."""
+    """Random requests of two keys with common prefixes, n sequences, stops and aborts; more than the cache holds.
+
+    Where the engine has rows for media, a third of the prompts have some.
+    """
     draw = random.Random(seed)
     live: list[str] = []
     for step in range(steps):
@@ -48,6 +53,11 @@ def run(core: EngineCore, steps: int, seed: int = 0) -> None:
             stops = frozenset(draw.sample(range(50), 4))
             more = {"stop_token_ids": stops, "max_tokens": draw.randint(1, 12), "owner": draw.choice("ab")}
             more["stable_tokens"] = draw.choice([None, len(prompt) // 2])
+            if core.limits.media_rows and draw.random() < 0.3:
+                start, count = draw.randrange(len(prompt)), draw.randint(1, 6)
+                prompt[start : start + count] = [EMBEDDED] * count
+                rows = np.full((count, 2), draw.randrange(3), np.float32)
+                more["media"] = row_items(prompt, rows.tobytes(), most=4)
             core.add_request(request(name, prompt, group=group, **more))
             live.append(name)
         if live and draw.random() < 0.1:
@@ -107,6 +117,26 @@ def test_replay_gives_the_same_plans_and_state(
             replay.scheduler.check_integrity()
             list(replay.further(500))
             assert replay.scheduler.num_unfinished == 0, "it goes on to the end"
+
+
+def test_media_replay_without_their_payloads() -> None:
+    """Rows and encodes are compared; a snapshot names items by keyed digests."""
+    core = core_of(full_layout(), media_rows=9, max_num_batched_tokens=16)
+    for seed in range(4):
+        run(core, 60, seed)
+        snapshot = snapshot_of(core, "on demand")
+        replay = replayed(snapshot)
+        assert core.journal is not None
+        assert state_of(replay.scheduler) == state_of(core.journal._scheduler)
+        replay.scheduler.check_integrity()
+        list(replay.further(500))
+        assert replay.scheduler.num_unfinished == 0, "it goes on to the end"
+    assert any(plan.encodes for plan in snapshot.plans)
+    assert not [encode for plan in core.journal._plans for encode in plan.encodes if encode.item.payload]
+    replay = Replay(snapshot)
+    (first,) = [plan for plan in snapshot.plans if plan.encodes][:1]
+    replay._details[first.step] = msgspec.structs.replace(first, encodes={})
+    assert [call.difference for call in replay.recorded()][-1] == f"encodes of step {first.step} differ"
 
 
 def test_snapshot_has_no_tokens_unless_asked() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 
 import numpy as np
+from fakes import row_items
 
 from pagoda.common.engine.kv_cache.manager import extend_hashes, page_digest, root_digest
 from pagoda.common.engine.messages import EngineRequest
@@ -46,7 +47,11 @@ def test_hashes_are_computed_on_demand_and_kept():
 
 def embedded(prompt: list[int], rows: bytes) -> Request:
     asked = EngineRequest(
-        request_id="r", prompt_token_ids=prompt, rules=SamplingRules(), max_tokens=4, prompt_embeds=rows
+        request_id="r",
+        prompt_token_ids=prompt,
+        rules=SamplingRules(),
+        max_tokens=4,
+        media=row_items(prompt, rows, most=2),
     )
     return Request.of(asked, limit=len(prompt) + 4, rank=(1,))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from fakes import full_layout
+from fakes import full_layout, row_items
 from support.suite.rows import each_row
 
 from pagoda.common.config.engine import Limits
@@ -16,7 +16,7 @@ from pagoda.common.engine.messages import EngineOutput, EngineRequest
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.engine.scheduling.request import RunningBatch
 from pagoda.common.engine.scheduling.scheduler import Scheduler, decode_first, first_chunk, split_budget
-from pagoda.common.engine.steps.contract import EMBEDDED, PREVIOUS, StepPlan, StepResult, TokenLogprobs
+from pagoda.common.engine.steps.contract import EMBEDDED, FIRST_ROW, PREVIOUS, StepPlan, StepResult, TokenLogprobs
 from pagoda.common.errors import ConfigError, RequestError
 
 EOS = 0
@@ -835,30 +835,62 @@ class TestMasks:
         assert bench.scheduler.masks.num_requests == 0
 
 
-class TestEmbeds:
+class TestMedia:
+    """Items of two bytes per row; rows are given from 0 on."""
+
     def add(self, bench: Bench, name: str, prompt: list[int], rows: bytes) -> None:
         rules = SamplingRules()
-        asked = EngineRequest(request_id=name, prompt_token_ids=prompt, rules=rules, max_tokens=2, prompt_embeds=rows)
+        media = row_items(prompt, rows)
+        asked = EngineRequest(request_id=name, prompt_token_ids=prompt, rules=rules, max_tokens=2, media=media)
         bench.scheduler.add(asked)
 
-    def test_a_plan_has_the_embeddings_of_its_tokens_in_order(self):
-        bench = Bench(limits={"max_num_batched_tokens": 5})
+    def encoded(self, plan: StepPlan) -> list[tuple[bytes, list[int]]]:
+        return [(encode.item.payload, encode.rows.tolist()) for encode in plan.encodes]
+
+    def test_a_plan_encodes_the_items_of_its_tokens_and_names_their_rows(self):
+        bench = Bench(limits={"max_num_batched_tokens": 5, "media_rows": 8})
         bench.add("t", 1, max_tokens=9)
         self.add(bench, "e", [EMBEDDED, 7, EMBEDDED, EMBEDDED, 8, EMBEDDED], b"aabbccdd")
         one = bench.step()
-        assert (counts(one), one.embeds.tobytes()) == ([1, 4], b"aabbcc")
-        assert one.token_ids.tolist()[1:] == [EMBEDDED, 7, EMBEDDED, EMBEDDED]
+        assert counts(one) == [1, 4]
+        assert [payload for payload, _ in self.encoded(one)] == [b"aa", b"bbcc"]
+        (a,), (b, c) = (rows for _, rows in self.encoded(one))
+        assert one.token_ids.tolist()[1:] == [FIRST_ROW + a, 7, FIRST_ROW + b, FIRST_ROW + c]
         two = bench.step()
-        assert (counts(two), two.embeds.tobytes()) == ([1, 2], b"dd")
-        assert bench.step().embeds is None
+        assert counts(two) == [1, 2]
+        ((_, (d,)),) = self.encoded(two)
+        assert two.token_ids.tolist()[1:] == [8, FIRST_ROW + d]
+        assert bench.step().encodes == ()
         assert bench.outputs["e"][-1].finish_reason == "length"
-        assert bench.scheduler._batch.num_embedded == 0
+        assert bench.scheduler._media.num_running == 0
+        bench.scheduler.check_integrity()
 
-    def test_of_several_requests(self):
-        bench = Bench()
-        self.add(bench, "e", [EMBEDDED, 7], b"aa")
-        self.add(bench, "f", [EMBEDDED] * 3, b"bbccdd")
-        assert bench.step().embeds.tobytes() == b"aabbccdd"
+    def test_equal_items_of_several_requests_are_encoded_once(self):
+        bench = Bench(limits={"media_rows": 4})
+        self.add(bench, "e", [EMBEDDED, 7, EMBEDDED], b"aabb")
+        self.add(bench, "f", [EMBEDDED, EMBEDDED, 5, EMBEDDED], b"ccddaa")
+        plan = bench.step()
+        rows = dict(self.encoded(plan))
+        assert sorted(rows) == [b"aa", b"bb", b"ccdd"]
+        (a,), (b,), (c, d) = (rows[name] for name in (b"aa", b"bb", b"ccdd"))
+        assert plan.token_ids.tolist() == [FIRST_ROW + row if row < 4 else row for row in (a, 7, b, c, d, 5, a)]
+
+    def test_a_chunk_ends_before_an_item_without_rows(self):
+        """And goes on when another sequence has given some back; an item that is known is not encoded again."""
+        bench = Bench(limits={"media_rows": 3})
+        self.add(bench, "e", [EMBEDDED, EMBEDDED, 7, 8], b"aabb")
+        self.add(bench, "f", [5, EMBEDDED, EMBEDDED, 6], b"ccdd")
+        self.add(bench, "g", [EMBEDDED, EMBEDDED, 9], b"aabb")
+        assert counts(bench.step()) == [1, 4, 3]
+        plan = bench.step()
+        assert counts(plan) == [1, 1, 3]
+        assert [payload for payload, _ in self.encoded(plan)] == [b"ccdd"]
+        bench.scheduler.check_integrity()
+
+    def test_an_item_larger_than_the_cache_is_refused(self):
+        bench = Bench(limits={"media_rows": 1})
+        with pytest.raises(RequestError, match="a media item has 2 rows, the engine has room for 1"):
+            self.add(bench, "e", [EMBEDDED, EMBEDDED], b"aabb")
 
 
 class TestStats:

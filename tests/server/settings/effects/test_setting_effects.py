@@ -11,7 +11,6 @@ from support.engines.fake_engine import build
 
 from pagoda.backends.reference.backend import ReferenceBackend
 from pagoda.common.config.engine import EngineConfig
-from pagoda.common.engine.sampling.processors import USUAL
 from pagoda.common.errors import ConfigError, ModelError
 from pagoda.common.sampling_params import SamplingParams
 from pagoda.server.llm import LLM
@@ -19,7 +18,6 @@ from pagoda.server.llm_engine import LLMEngine
 from pagoda.server.outputs import RequestOutput
 from pagoda.server.settings.flags import EngineArgs, FlagParser
 from pagoda.server.settings.resolve import resolve
-from pagoda.server.startup.engine import backend_options
 
 TEXT = byte_tokenizer()
 TINY = tiny_folder.CONFIG | {"vocab_size": 96, "eos_token_id": 2}
@@ -325,10 +323,10 @@ def test_graph_settings_of_other_backends_log_a_warning(folder: Path, caplog: py
 
 
 @pytest.mark.setting("--enable-prompt-embeds")
-def test_prompt_embeds_is_a_backend_option(folder: Path) -> None:
-    words = ("--model", str(folder), "--load-format", "dummy", "--enable-prompt-embeds", "--backend")
-    options = {name: backend_options(resolve(config(*words, name), "llm"), USUAL) for name in ("reference", "jax_tpu")}
-    assert [each.prompt_embeds for each in options.values()] == [True, True]
+def test_prompt_embeds_need_rows_on_the_device(folder: Path) -> None:
+    words = ("--model", str(folder), "--load-format", "dummy", "--max-num-batched-tokens", "64")
+    plain, more = (resolve(config(*words, *flags), "llm").limits for flags in ((), ("--enable-prompt-embeds",)))
+    assert (plain.media_rows, more.media_rows) == (0, 64 + 2 * 16)
 
 
 @pytest.mark.setting("--batch-invariant")
