@@ -21,7 +21,7 @@ from pagoda.common.errors import ModelError, RequestError
 from pagoda.common.models.family import Rule
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.lora.peft import BaseModel, read_adapter
-from pagoda.common.weights.lora.weights import AdapterWeights, Float32, LowRank, slot_elements
+from pagoda.common.weights.lora.weights import AdapterWeights, Float32, LowRank, factor_elements, slot_elements
 from pagoda.server.processing.workers.worker import ChildWorker, Handler, WorkerEndedError, WorkerTimeoutError, serve
 
 PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.startup.adapter_reader")
@@ -61,6 +61,7 @@ class _Head(msgspec.Struct, frozen=True):
 
     rank: int
     matrices: list[_Matrix]
+    magnitudes: dict[str, int]  # Of DoRA: parameter -> how many numbers it has. They follow the matrices.
 
 
 class AdapterReader:
@@ -73,7 +74,9 @@ class AdapterReader:
         seconds: float = SECONDS,
         elapsed: float = ELAPSED_SECONDS,
     ) -> None:
-        memory = _COPIES * 4 * slot_elements(base.adaptable.values(), base.max_rank) + _SPARE_BYTES
+        matrices = base.adaptable.values()
+        elements = slot_elements(matrices, base.max_rank) + factor_elements(matrices)
+        memory = _COPIES * 4 * elements + _SPARE_BYTES
         self._seconds = seconds
         self._elapsed = elapsed
         self._worker = ChildWorker(
@@ -81,7 +84,7 @@ class AdapterReader:
         )
 
     def read(self, adapter: Adapter) -> AdapterWeights:
-        """Return the matrices of an adapter. Raises RequestError for one that cannot be used."""
+        """Return an adapter as its files have it, DoRA's magnitudes too. Raises RequestError if it cannot be used."""
         try:
             reply = self._worker.call(str(Path(adapter.path).absolute()).encode("utf-8", "surrogateescape"))
         except WorkerTimeoutError:
@@ -112,11 +115,13 @@ def _decoded_base(setup: bytes) -> BaseModel:
 def _encoded(weights: AdapterWeights) -> bytes:
     """Return an adapter as a message: the length of the head, the head, and the numbers from a multiple of 64 on."""
     matrices = [_Matrix(name, matrix.a.shape, matrix.b.shape) for name, matrix in weights.matrices.items()]
-    head = msgspec.msgpack.encode(_Head(weights.rank, matrices))
+    magnitudes = {name: len(numbers) for name, numbers in weights.magnitudes.items()}
+    head = msgspec.msgpack.encode(_Head(weights.rank, matrices, magnitudes))
     begin = _WEIGHTS + len(head).to_bytes(4, "big") + head
     pieces: list[bytes | memoryview] = [begin, bytes(-len(begin) % _ALIGNMENT)]
     for matrix in weights.matrices.values():
         pieces += [_bytes_of(matrix.a), _bytes_of(matrix.b)]
+    pieces += [_bytes_of(numbers) for numbers in weights.magnitudes.values()]
     return b"".join(pieces)
 
 
@@ -134,7 +139,10 @@ def _decoded(message: bytearray) -> AdapterWeights:
         a, numbers = _taken(numbers, matrix.a)
         b, numbers = _taken(numbers, matrix.b)
         matrices[matrix.name] = LowRank(a, b)
-    return AdapterWeights(head.rank, matrices)
+    magnitudes: dict[str, Float32] = {}
+    for name, count in head.magnitudes.items():
+        magnitudes[name], numbers = _taken(numbers, (count,))
+    return AdapterWeights(head.rank, matrices, magnitudes)
 
 
 def _taken(numbers: Float32, shape: tuple[int, ...]) -> tuple[Float32, Float32]:

@@ -40,7 +40,7 @@ from pagoda.backends.jax_tpu.model.layout import (
     scratch_depths,
     segments,
 )
-from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxEmbeddingLora, JaxLora, expand
+from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxEmbeddingLora, JaxLora
 from pagoda.backends.jax_tpu.model.mixers.registry import ops_of
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, ParameterStack, project
 from pagoda.backends.jax_tpu.model.slots import padded
@@ -235,7 +235,7 @@ class JaxDecoder(nnx.Module):
         logits = project(hidden, head[...], dtype=jnp.float32)
         if self.lora is not None and self.head_lora is not None and adapter_slots is not None:
             mask = slot_mask(adapter_slots, self.lora.rank, self.lora.slots)
-            logits = logits + self.head_lora(hidden, mask, jnp.float32)[0]
+            logits = self.head_lora(hidden, mask, jnp.float32)[0].on(logits)
         if self.head_bias is not None:
             logits = logits + self.head_bias[...].astype(jnp.float32)
         logits = jax.lax.all_gather(logits, MODEL, axis=1, tiled=True) * self.spec.logit_scale
@@ -261,8 +261,8 @@ class JaxDecoder(nnx.Module):
         token_types = step.token_types
         x = lookup(self.embed[...], token_ids)
         if self.embed_lora is not None and step.adapter_mask is not None:
-            low = jnp.where(step.adapter_mask, lookup(self.embed_lora.b[...], token_ids), 0)
-            x = x + expand(low, self.embed_lora.a[...], x.dtype)
+            rows = lookup(self.embed_lora.b[...], token_ids)
+            x = self.embed_lora(rows, step.adapter_mask, x.dtype).on(x)
         if embedding.scale != 1.0:
             x = x * jnp.asarray(embedding.scale, x.dtype)  # rounded to the weights' dtype, as in training
         if embeds is not None:

@@ -21,7 +21,7 @@ from pagoda.backends.reference.execution import TokenSlots
 from pagoda.backends.reference.model.linear import InvariantLinear, Linear, PlainLinear
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.common.models.primitives import Param
-from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, slot_elements
+from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, factor_elements, slot_elements
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -57,10 +57,16 @@ class ActiveAdapters:
 
 
 class SlotMatrices:
-    """The matrices of all slots for one linear layer of P fused parameters."""
+    """The matrices of all slots for one linear layer of P fused parameters.
 
-    def __init__(self, sizes: Sequence[int], width: int, options: LoraOptions, numerics: Numerics) -> None:
-        """`sizes`: outputs of each parameter; `width`: inputs."""
+    A slot of a DoRA adapter has a factor of each output, too, by which the base matrix's product, without the layer's
+    bias, is multiplied.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], width: int, options: LoraOptions, numerics: Numerics, bias: Tensor | None = None
+    ) -> None:
+        """`sizes`: outputs of each parameter; `width`: inputs; `bias` [F]: the layer's."""
         self._sizes = tuple(sizes)
         self._rank = options.max_rank
         self._count = options.slots
@@ -71,6 +77,8 @@ class SlotMatrices:
         self.a = torch.zeros(len(sizes), options.slots, options.max_rank, width, dtype=self._dtype)
         self.b = [torch.zeros(size, options.slots, options.max_rank, dtype=self._dtype) for size in sizes]
         self._filled = [[False] * len(sizes) for _ in range(options.slots)]
+        self._bias = None if bias is None else bias.float()
+        self._factors: dict[int, tuple[Tensor, Tensor | None]] = {}  # slot -> factors [F], what is added then [F]
 
     def fill(self, slot: int, factors: Sequence[LowRank | None]) -> None:
         """Replace a slot's matrices; None: zero."""
@@ -85,6 +93,16 @@ class SlotMatrices:
                 self.b[part][:, slot, :rank] = self._rounded_tensor(pair.b)
                 self.b[part][:, slot, rank:] = 0
             self._filled[slot][part] = pair is not None
+        self._fill_factors(slot, [None if pair is None else pair.factor for pair in factors])
+
+    def _fill_factors(self, slot: int, factors: Sequence[np.ndarray | None]) -> None:
+        self._factors.pop(slot, None)
+        if any(part is not None for part in factors):
+            ones = [np.ones(size, np.float32) for size in self._sizes]
+            factor = torch.from_numpy(
+                np.concatenate([one if part is None else part for one, part in zip(ones, factors)])
+            )
+            self._factors[slot] = factor, None if self._bias is None else (1 - factor) * self._bias
 
     def _rounded_tensor(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -96,7 +114,22 @@ class SlotMatrices:
             return y
         if y.dtype != torch.float32 and not y.is_contiguous():
             y = y.contiguous()
+        if self._factors:
+            self._scale(y, tokens)
         return self._add_apart(x, y, tokens) if tokens.are_apart or self._invariant else self._add_all(x, y, tokens)
+
+    def _scale(self, y: Tensor, tokens: TokenSlots) -> None:
+        """Multiply the rows of y of DoRA adapters by their factors, in place."""
+        for slot in tokens.used:
+            if (scaling := self._factors.get(slot)) is not None:
+                factor, rest = scaling
+                rows = tokens.tokens[slot]
+                scaled = (y if rows is None else y[rows]).float() * factor
+                scaled = (scaled if rest is None else scaled + rest).to(y.dtype)
+                if rows is None:
+                    y.copy_(scaled)
+                else:
+                    y.index_copy_(0, rows, scaled)
 
     def _used(self, tokens: TokenSlots) -> list[int]:
         return [slot for slot in tokens.used if any(self._filled[slot])]
@@ -159,27 +192,38 @@ class AdapterMatrices:
         self._numerics = numerics
         self._layers: dict[tuple[tuple[str, ...], int | None], SlotMatrices] = {}  # by parameters, and expert
         self._lock = threading.Lock()
-        self._embed: list[tuple[Tensor, Tensor] | None] = [None] * options.slots  # b [V, R], a [R, D]
+        # Of each slot b [V, R], a [R, D], and DoRA's factors [D].
+        self._embed: list[tuple[Tensor, Tensor, Tensor | None] | None] = [None] * options.slots
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots."""
-        elements = slot_elements(self.adaptable.values(), self.options.max_rank)
-        return self.options.slots * elements * self._numerics.compute.itemsize
+        matrices = self.adaptable.values()
+        factors = 2 * factor_elements(matrices) * torch.float32.itemsize
+        of_slot = slot_elements(matrices, self.options.max_rank) * self._numerics.compute.itemsize
+        return self.options.slots * (of_slot + factors)
 
     def adapted(
-        self, layer: Linear, names: Sequence[str], sizes: Sequence[int], width: int, expert: int | None = None
+        self,
+        layer: Linear,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        width: int,
+        *,
+        bias: Tensor | None,
+        expert: int | None = None,
     ) -> Linear:
         """Return the layer of these parameters with what adapters add to it; itself if none of them is adaptable.
 
-        `sizes`: outputs of each parameter; `width`: inputs; `expert`: its number, of a parameter that has all experts.
+        `sizes`: outputs of each parameter; `width`: inputs; `bias`: the layer's, of all outputs; `expert`: its number,
+        of a parameter that has all experts.
         """
         if not any(name in self.adaptable for name in names):
             return layer
         key = tuple(names), expert
         with self._lock:  # layers are packed in several threads
             if key not in self._layers:
-                self._layers[key] = SlotMatrices(sizes, width, self.options, self._numerics)
+                self._layers[key] = SlotMatrices(sizes, width, self.options, self._numerics, bias)
         return AdaptedLinear(layer, self._layers[key].add, self.active)
 
     def fill(self, slot: int, weights: AdapterWeights) -> None:
@@ -190,7 +234,8 @@ class AdapterMatrices:
         compute = self._numerics.compute
         self._embed[slot] = None
         if table is not None:
-            self._embed[slot] = torch.from_numpy(table.b).to(compute), torch.from_numpy(table.a).to(compute)
+            factor = None if table.factor is None else torch.from_numpy(table.factor)
+            self._embed[slot] = torch.from_numpy(table.b).to(compute), torch.from_numpy(table.a).to(compute), factor
 
     def add_to_embeddings(self, token_ids: Tensor, x: Tensor) -> Tensor:
         """token_ids int64 [T], rows of the embedding table x [T, D] -> x with what the tokens' adapters add."""
@@ -199,11 +244,13 @@ class AdapterMatrices:
             return x
         for slot in tokens.used:
             if (factors := self._embed[slot]) is not None:
-                table, out = factors
+                table, out, factor = factors
                 rows = tokens.tokens[slot]
                 ids = token_ids if rows is None else token_ids[rows]
-                added = (table[ids] @ out).to(x.dtype)
-                x = x + added if rows is None else x.index_add(0, rows, added)
+                base = x if rows is None else x[rows]
+                base = base if factor is None else (base.float() * factor).to(x.dtype)
+                adapted = base + (table[ids] @ out).to(x.dtype)
+                x = adapted if rows is None else x.index_copy(0, rows, adapted)
         return x
 
 

@@ -128,7 +128,10 @@ class Packer:
         if self._head_scheme is not None and isinstance(weight, Tensor):
             weight = quantize(to_numpy(weight), self._head_scheme)
         layer = float32_linear(weight, bias, self.numerics)
-        return layer if self._adapters is None else self._adapters.adapted(layer, ("head",), *sizes([weight]))
+        if self._adapters is None:
+            return layer
+        outputs, width = sizes([weight])
+        return self._adapters.adapted(layer, ("head",), outputs, width, bias=bias)
 
     def _keeps(self, name: str, value: QuantizedTensor) -> bool:
         """Return whether a parameter stays quantised: matrices of layers or the head that compute so, and blocks.

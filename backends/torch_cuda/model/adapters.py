@@ -6,6 +6,9 @@ outputs are sharded each rank has its rows of B, and of one whose inputs are, it
 With --fully-sharded-loras the other matrix is sharded, too. Where the outputs are, each rank multiplies by some rows
 of A, whose products are gathered; where the inputs are, A x is summed over the ranks, and each has some rows of B.
 Those of experts, and the embedding table's, are not.
+
+DoRA's factors lie beside B: a rank has those of its outputs. The factors of a matrix whose inputs are sharded multiply
+each rank's partial sum, the bias left out, which one rank adds. Experts have none, nor has --fully-sharded-loras.
 """
 
 from __future__ import annotations
@@ -137,7 +140,9 @@ class CudaAdapters:
         if name == _EMBED:
             table = empty((slots, outputs, self._rank), dtype)
             back = empty((slots, inputs, self._rank), dtype)
-            return AdapterStack(table, back, ranks, output_sections([(0, inputs)]).to(self._device.torch))
+            sections = output_sections([(0, inputs)]).to(self._device.torch)
+            factors, scaled = self._allocate_factors(inputs, empty)
+            return AdapterStack(table, back, ranks, sections, factors=factors, scaled=scaled)
         if experts:
             self._experts[name] = experts[0]
             slots *= experts[0]
@@ -147,12 +152,21 @@ class CudaAdapters:
         if self._shared.get(name) == "outputs":
             outputs = _extent(self._own_outputs(outputs))
             spans = [(0, outputs)]
+        factors, scaled = (None, None) if experts else self._allocate_factors(outputs, empty)
         return AdapterStack(
-            empty((slots, len(parts) * rank, inputs), dtype),
-            empty((slots, outputs, self._rank), dtype),
-            ranks,
-            output_sections(spans).to(self._device.torch),
+            a=empty((slots, len(parts) * rank, inputs), dtype),
+            b=empty((slots, outputs, self._rank), dtype),
+            ranks=ranks,
+            sections=output_sections(spans).to(self._device.torch),
+            factors=factors,
+            scaled=scaled,
         )
+
+    def _allocate_factors(self, outputs: int, empty: Empty) -> tuple[Tensor | None, Tensor | None]:
+        """Return DoRA's factors of a stack, and which slots have any; None where no adapter may have them."""
+        if self._options.fully_sharded:
+            return None, None
+        return empty((self.slots, outputs), torch.float32), empty((self.slots,), torch.int32)
 
     @property
     def slots(self) -> int:
@@ -164,7 +178,9 @@ class CudaAdapters:
         """Return the bytes of all slots on the device."""
         ranks = sum(self._stacks[name].ranks.nbytes for name in self._experts)
         ranks += self._own_ranks.nbytes
-        return self._ranks.nbytes + ranks + sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
+        factors = sum(array.nbytes for stack in self._stacks.values() for array in stack.scaling or ())
+        matrices = sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
+        return self._ranks.nbytes + ranks + factors + matrices
 
     def clear(self) -> None:
         """Make all slots empty, whatever the memory holds."""
@@ -175,6 +191,8 @@ class CudaAdapters:
             stack.a.zero_()
             stack.b.zero_()
             stack.ranks.zero_()
+            for array in stack.scaling or ():
+                array.zero_()
 
     def restore(self) -> None:
         """Write the adapters again that the slots had before their memory was lost."""
@@ -194,9 +212,13 @@ class CudaAdapters:
             stack = self._stacks[name]
             if (experts := self._experts.get(name)) is not None:
                 stack.ranks.view(-1, experts)[slot].fill_(weights.rank if given else 0)
+            if stack.scaled is not None:
+                stack.scaled[slot].fill_(int(any(matrix.factor is not None for matrix in given.values())))
             if not given:
                 continue
             ranks[number] = weights.rank
+            if stack.factors is not None and any(matrix.factor is not None for matrix in given.values()):
+                stack.factors[slot].copy_(self._factors(name, stack.factors.shape[1], given, parts))
             if name == _EMBED:
                 self._write_embedding(stack, slot, given[_EMBED], parts[_EMBED])
             else:
@@ -230,6 +252,18 @@ class CudaAdapters:
         stack.a[first_slot : first_slot + count].copy_(a.flatten(1, 2))
         stack.b[first_slot : first_slot + count].copy_(b)
 
+    @staticmethod
+    def _factors(name: str, outputs: int, given: Mapping[str, LowRank], parts: Mapping[str, TensorSlice]) -> Tensor:
+        """Return a rank's factors [O] of a slot, 1 but for those of `given`."""
+        factors = torch.ones(outputs)
+        for part, matrix in given.items():
+            if matrix.factor is not None and name == _EMBED:
+                factors[: len(matrix.factor)] = torch.from_numpy(matrix.factor)
+            elif matrix.factor is not None:
+                rows = np.ascontiguousarray(matrix.factor[parts[part].cut[0]])
+                factors[parts[part].into[0]] = torch.from_numpy(rows)
+        return factors
+
     def _write_embedding(self, stack: AdapterStack, slot: int, matrix: LowRank, placement: TensorSlice) -> None:
         table = torch.zeros(stack.a.shape[1:], dtype=stack.a.dtype)
         back = torch.zeros(stack.b.shape[1:], dtype=stack.b.dtype)
@@ -249,25 +283,25 @@ class CudaAdapters:
     def _sorted(self, slots: Tensor, batch_invariant: bool) -> AdapterRows:
         return sort_by_slot(slots, self.slots, batch_invariant=batch_invariant, use_kernel=self._device.use_kernels)
 
-    def wrap(self, name: str, layer: Linear) -> Linear:
-        """Return a linear map with its adapters; the map itself if it has none."""
+    def wrap(self, name: str, layer: Linear, bias: Tensor | None) -> Linear:
+        """Return a linear map with its adapters; the map itself if it has none. `bias`: what this rank's map adds."""
         stack = self._stacks.get(name)
         if stack is None:
             return layer
 
         def adapted(x: Tensor) -> Tensor:
             y = layer(x)
-            return y if self._rows is None else self._add_named(name, y, x, self._rows)
+            return y if self._rows is None else self._add_named(name, y, x, self._rows, bias)
 
         return adapted
 
-    def _add_named(self, name: str, y: Tensor, x: Tensor, rows: AdapterRows) -> Tensor:
-        """Add those of a stack to y [T, O] in place; return y."""
+    def _add_named(self, name: str, y: Tensor, x: Tensor, rows: AdapterRows, bias: Tensor | None) -> Tensor:
+        """Add those of a stack to y [T, O], which has `bias`, in place; return y."""
         stack = self._stacks[name]
         shared = self._shared.get(name)
         comm = self._comm
         if shared is None:
-            return self._add(y, x, stack, rows)
+            return self._add(y, x, stack, rows, bias)
         x = x.to(stack.a.dtype)
         chip = self._device.chip
         parts = len(self._parts[name])
@@ -281,8 +315,8 @@ class CudaAdapters:
         low = low.view(len(x), comm.size, parts, self._own_rank).transpose(1, 2).reshape(len(x), -1)
         return add_expanded(y, low[None], stack, rows, chip)
 
-    def _add(self, y: Tensor, x: Tensor, stack: AdapterStack, rows: AdapterRows) -> Tensor:
-        return add_adapters(y, x.to(stack.a.dtype), stack, rows, self._device.chip)
+    def _add(self, y: Tensor, x: Tensor, stack: AdapterStack, rows: AdapterRows, bias: Tensor | None = None) -> Tensor:
+        return add_adapters(y, x.to(stack.a.dtype), stack, rows, self._device.chip, bias=bias)
 
     def of_experts(self, inner: str, down: str, *, batch_invariant: bool = False) -> ExpertAdapters | None:
         """Return what is added to the products of a mixture's experts in the current step; None: nothing.
@@ -320,9 +354,14 @@ class CudaAdapters:
         h = F.embedding(index, stack.a.flatten(0, 1)).float().masked_fill(absent[:, None], 0)
         return add_expanded(x, comm.all_reduce(h)[None], stack, rows, self._device.chip)
 
-    def add_to_logits(self, logits: Tensor, hidden: Tensor, slots: Tensor, *, batch_invariant: bool = False) -> Tensor:
-        """Add those of the head to a rank's logits [R, V] of hidden [R, D] with these slots, in place; return them."""
-        return self._add_named(_HEAD, logits, hidden, self._sorted(slots, batch_invariant))
+    def add_to_logits(
+        self, logits: Tensor, hidden: Tensor, slots: Tensor, bias: Tensor | None, *, batch_invariant: bool = False
+    ) -> Tensor:
+        """Add those of the head to a rank's logits [R, V] of hidden [R, D] with these slots, in place; return them.
+
+        `bias` [V]: the head's, which the logits have.
+        """
+        return self._add_named(_HEAD, logits, hidden, self._sorted(slots, batch_invariant), bias)
 
 
 def _extent(part: slice) -> int:
@@ -335,6 +374,8 @@ def _add_nothing(tokens: Tensor, experts: Tensor) -> tuple[Added, Added]:
 
 
 def _half_split(spec: ModelSpec, matrices: Mapping[str, LowRank]) -> dict[str, LowRank]:
-    """Return the matrices with the rows of B in the order of the model's."""
+    """Return the matrices with the rows of B, and their factors, in the order of the model's."""
     ordered = half_split(spec, ((name, matrix.b) for name, matrix in matrices.items()))
-    return {name: LowRank(matrices[name].a, np.asarray(b)) for name, b in ordered}
+    scaled = ((name, matrix.factor[:, None]) for name, matrix in matrices.items() if matrix.factor is not None)
+    factors = {name: np.asarray(factor)[:, 0] for name, factor in half_split(spec, scaled)}
+    return {name: LowRank(matrices[name].a, np.asarray(b), factors.get(name)) for name, b in ordered}

@@ -2,7 +2,8 @@
 
 A module `model.layers.0.self_attn.q_proj` of the base model has `lora_A.weight` [R, D] and `lora_B.weight` [F, R], an
 embedding `lora_embedding_A` [R, V] and `lora_embedding_B` [D, R]. The family's weight rules tell which parameter a
-module fills; of one that fills several, such as a fused q, k, v, each has the same A and rows of its own of B.
+module fills; of one that fills several, such as a fused q, k, v, each has the same A and rows of its own of B. With
+DoRA a module has `lora_magnitude_vector` [F], too, an embedding [D].
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pagoda.common.weights.dtypes import to_float32
 from pagoda.common.weights.files import read_json
 from pagoda.common.weights.folder import WeightFile
 from pagoda.common.weights.lora.expert_parameters import expert_parameter
-from pagoda.common.weights.lora.weights import AdapterWeights, Float32, LowRank, rank_bucket
+from pagoda.common.weights.lora.weights import AdapterWeights, Float32, LowRank, has_factors, rank_bucket
 from pagoda.common.weights.rules import match_tensor, split_rows
 from pagoda.common.weights.safetensors import SafetensorsFile
 from pagoda.common.weights.torch_bin import TorchFile
@@ -31,8 +32,11 @@ from pagoda.common.weights.torch_bin import TorchFile
 CONFIG_FILE: Final = "adapter_config.json"
 _WEIGHT_FILES: Final = (("adapter_model.safetensors", SafetensorsFile), ("adapter_model.bin", TorchFile))
 _PREFIX: Final = "base_model.model."
-_PARTS: Final = re.compile(r"^(.*)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$")
+_PARTS: Final = re.compile(
+    r"^(.*)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?$"
+)
 _EMBEDDING: Final = "lora_embedding_"
+_MAGNITUDE: Final = "lora_magnitude_vector"
 _LARGEST: Final = 65504.0  # The largest float16.
 
 # Keys of adapter_config.json that say nothing about what the adapter computes, or that its tensors say again.
@@ -73,6 +77,7 @@ class _Config:
     alphas: Mapping[str, float]
     parameters: tuple[str, ...]  # Last parts of the names in target_parameters.
     reads_inputs: bool  # The matrix lora_A of a parameter has its inputs, see `expert_parameters`.
+    scales_rows: bool  # DoRA: every module has magnitudes.
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of a module's product, whose matrices have that rank. Raises ModelError for another one."""
@@ -125,6 +130,9 @@ def _read(folder: Path, base: BaseModel) -> AdapterWeights:
         raise ModelError(f"{file.path}: has no LoRA matrices")
     builder = _Builder(base)
     for module, tensors in parts.items():
+        if config.scales_rows != (_MAGNITUDE in tensors):
+            kind = "is missing, though" if config.scales_rows else "is there, but not"
+            raise ModelError(f"module {module}: {_MAGNITUDE} {kind} use_dora is set in {CONFIG_FILE}; save it again")
         if not builder.add_experts(module, tensors, config):
             builder.add(module, tensors, config)
     return builder.weights()
@@ -138,8 +146,6 @@ def _read_config(path: Path, max_rank: int) -> _Config:
 
     if values.get("peft_type") != "LORA":
         raise fail("peft_type", f"is {values.get('peft_type')!r}; only LORA adapters are supported")
-    if values.get("use_dora"):
-        raise fail("use_dora", "is set: DoRA is not supported; merge the adapter into the checkpoint")
     if values.get("bias", "none") != "none" or values.get("lora_bias"):
         raise fail("bias", "is trained: adapters with biases are not supported; merge it into the checkpoint")
     if values.get("modules_to_save"):
@@ -168,7 +174,8 @@ def _read_config(path: Path, max_rank: int) -> _Config:
         raise fail("target_parameters", f"{parameters!r} are not names of parameters")
     last = tuple(dict.fromkeys(name.rpartition(".")[2] for name in parameters))
     reads_inputs = _version(values.get("peft_version")) >= _READS_INPUTS
-    return _Config(rank, alpha, bool(values.get("use_rslora")), ranks, alphas, last, reads_inputs)
+    scales_rows = bool(values.get("use_dora"))
+    return _Config(rank, alpha, bool(values.get("use_rslora")), ranks, alphas, last, reads_inputs, scales_rows)
 
 
 def _version(value: object) -> tuple[int, ...]:
@@ -213,7 +220,7 @@ def _factors(module: str, tensors: dict[str, Float32]) -> tuple[Float32, Float32
     """Return A, B, and whether they are of embeddings. Raises ModelError unless both are there and fit."""
     embedding = any(part.startswith(_EMBEDDING) for part in tensors)
     first, second = (f"{_EMBEDDING}A", f"{_EMBEDDING}B") if embedding else ("lora_A", "lora_B")
-    if tensors.keys() != {first, second}:
+    if tensors.keys() - {_MAGNITUDE} != {first, second}:
         raise ModelError(f"module {module}: {first} or {second} is missing")
     a = tensors[first]
     b = tensors[second]
@@ -242,6 +249,7 @@ class _Builder:
         self._base = base
         self._known = dict(base.params) | dict(base.adaptable)
         self._dense: dict[str, LowRank] = {}
+        self._magnitudes: dict[str, Float32] = {}
         self._experts: dict[str, dict[int, LowRank]] = {}
 
     def add(self, module: str, tensors: dict[str, Float32], config: _Config) -> None:
@@ -257,6 +265,8 @@ class _Builder:
                 raise ModelError(f"module {module} ({target}) cannot have an adapter; merge it into the checkpoint")
         params = [self._base.adaptable[target] for target in match.targets]
         a, b = _pair(module, tensors, config, self._base.max_rank)
+        if config.scales_rows:
+            self._add_magnitudes(module, tensors, match.rule, params)
         match match.rule:
             case Rename():
                 self._dense[params[0].name] = _checked(module, params[0], params[0].shape, a, b)
@@ -275,6 +285,25 @@ class _Builder:
             case rule:
                 raise ModelError(f"module {module}: adapters of {type(rule).__name__} are not supported; merge it")
 
+    def _add_magnitudes(self, module: str, tensors: Mapping[str, Float32], rule: Rule, params: Sequence[Param]) -> None:
+        """Enter DoRA's magnitudes of a module. Raises ModelError for experts, or if they do not fit."""
+        values = tensors[_MAGNITUDE].reshape(-1)
+        if not all(has_factors(param) for param in params):
+            raise ModelError(f"module {module}: DoRA of experts is not supported; merge it into the checkpoint")
+        axis = 1 if params[0].name == "embed" else 0
+        expected = sum(param.shape[axis] for param in params)
+        if len(values) != expected:
+            raise ModelError(f"module {module}: {_MAGNITUDE} has {len(values)} numbers, the model's has {expected}")
+        _check_range(module, values)
+        if isinstance(rule, Split):
+            columns = [replace(param, shape=(param.shape[0], 1)) for param in params]
+            for name, rows in split_rows(module, values[:, None], rule, columns):
+                self._magnitudes[name] = np.ascontiguousarray(rows[:, 0])
+        else:
+            self._magnitudes[params[0].name] = values
+        for param in params:
+            self._magnitudes[param.name] = self._magnitudes[param.name] * np.float32(abs(param.scale))
+
     def add_experts(self, module: str, tensors: dict[str, Float32], config: _Config) -> bool:
         """Enter the factors of a parameter of all experts; False if the module is another. Raises ModelError."""
         if not config.parameters:
@@ -284,6 +313,8 @@ class _Builder:
         parameter = expert_parameter(module, shape, config.parameters, self._base.rules, self._known)
         if parameter is None:
             return False
+        if config.scales_rows:
+            raise ModelError(f"{parameter.name}: DoRA of experts is not supported; merge it into the checkpoint")
         for param in parameter.params:
             if param.name not in self._base.adaptable:
                 raise ModelError(f"{parameter.name} ({param.name}) cannot have an adapter; merge it")
@@ -310,7 +341,9 @@ class _Builder:
             values = f"{name.removesuffix('.k')}.v"
             if name.endswith(".k") and values in self._base.adaptable and values not in self._base.params:
                 matrices[values] = factors  # The values are the keys.
-        return AdapterWeights(rank, matrices)
+                if name in self._magnitudes:
+                    self._magnitudes[values] = self._magnitudes[name]
+        return AdapterWeights(rank, matrices, self._magnitudes)
 
 
 def _checked(module: str, param: Param, shape: tuple[int, ...], a: Float32, b: Float32) -> LowRank:

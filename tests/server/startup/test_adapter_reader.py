@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from support.checkpoints.adapters import llama_modules, save_adapter, write_adapter
 from support.checkpoints.tiny_folder import CONFIG
 
@@ -15,6 +16,7 @@ from pagoda.common.models.registry import ARCHITECTURES, family, spec_from_confi
 from pagoda.common.models.shapes import params
 from pagoda.common.weights.lora.peft import BaseModel, read_adapter
 from pagoda.common.weights.lora.weights import adaptable
+from pagoda.common.weights.safetensors import write_safetensors
 from pagoda.server.startup import adapter_reader as module
 from pagoda.server.startup.adapter_reader import AdapterReader
 
@@ -33,7 +35,12 @@ def adapter(folder: Path) -> Adapter:
 
 
 def test_an_adapter_is_what_reading_it_here_gives(tmp_path: Path) -> None:
-    folder, reader = write_adapter(tmp_path / "a", MODULES, rank=3), AdapterReader(base())
+    folder, reader = write_adapter(tmp_path / "a", MODULES, rank=3, use_dora=True), AdapterReader(base())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for seed, (name, (outputs, _)) in enumerate(MODULES.items()):
+        numbers = np.random.default_rng(seed).standard_normal(outputs, np.float32)
+        tensors[f"base_model.model.{name}.lora_magnitude_vector"] = numbers
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
     expected = read_adapter(folder, base())
     for _ in range(2):
         found = reader.read(adapter(folder))
@@ -42,6 +49,7 @@ def test_an_adapter_is_what_reading_it_here_gives(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found.matrices[name].a, factors.a)
             np.testing.assert_array_equal(found.matrices[name].b, factors.b)
             assert found.matrices[name].a.flags.writeable, "else torch warns of it"
+            np.testing.assert_array_equal(found.magnitudes[name], expected.magnitudes[name])
 
 
 def test_the_rules_of_every_family_reach_the_process() -> None:
