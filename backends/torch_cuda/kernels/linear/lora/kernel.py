@@ -219,7 +219,8 @@ def expand_kernel(
     """out [rows, outputs] += b [slots, outputs, RANK] times parts [splits, rows, COLUMNS], summed over the splits.
 
     Grid (tiles, sections). sections int32 [n, 3]: the projection of a block of outputs, the first, the end. If the slot
-    is `scaled`, out without bias [outputs] is multiplied by factors [slots, outputs] first.
+    is `scaled`, out without bias [outputs] is multiplied by factors [slots, outputs] first, and stored: to keep it in
+    registers would leave room for fewer programs, of slots without factors, too.
     """
     tile = tl.program_id(0)
     if tile >= tl.load(ends + slots - 1):
@@ -234,6 +235,18 @@ def expand_kernel(
     end = tl.load(section + 2)
     channels = tl.load(section + 1) + tl.arange(0, CHANNELS)
     inside = channels < end
+    if FACTORS:
+        is_scaled = tl.load(scaled + slot) != 0
+        if is_scaled:
+            at = out + row.to(tl.int64)[None, :] * out_stride + channels[:, None]
+            mask = inside[:, None] & real[None, :]
+            base = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            factor = tl.load(factors + slot * outputs + channels, mask=inside, other=1.0)[:, None]
+            constant = tl.zeros([CHANNELS, 1], tl.float32)
+            if BIAS:
+                constant += tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)[:, None]
+            tl.store(at, ((base - constant) * factor + constant).to(out.dtype.element_ty), mask=mask)
+            tl.debug_barrier()
     matrix = b + (slot * outputs + tl.minimum(channels, end - 1))[:, None] * RANK
     inner = parts + row.to(tl.int64)[None, :] * COLUMNS + tl.load(section) * RANK
     step = rows.to(tl.int64) * COLUMNS
@@ -250,15 +263,6 @@ def expand_kernel(
     at = out + row.to(tl.int64)[None, :] * out_stride + channels[:, None]
     mask = inside[:, None] & real[None, :]
     base = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    if FACTORS:
-        is_scaled = tl.load(scaled + slot) != 0
-        if is_scaled:
-            factor = tl.load(factors + slot * outputs + channels, mask=inside, other=1.0)[:, None]
-            if BIAS:
-                constant = tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)[:, None]
-                base = (base - constant) * factor + constant
-            else:
-                base = base * factor
     tl.store(at, (base + acc).to(out.dtype.element_ty), mask=mask)
 
 
