@@ -479,7 +479,13 @@ def lora_options(config: LoRAConfig, dtype: str) -> LoraOptions | None:
     if not config.enable_lora:
         return None
     rounded = dtype if config.lora_dtype == "auto" else config.lora_dtype
-    return LoraOptions(config.max_loras, config.max_lora_rank, rounded, config.fully_sharded_loras)
+    return LoraOptions(
+        slots=config.max_loras,
+        max_rank=config.max_lora_rank,
+        dtype=rounded,
+        copies=config.copied_parameters,
+        fully_sharded=config.fully_sharded_loras,
+    )
 
 
 def _adapter_store(resolved: Resolved, backend: Backend, checkpoint: Checkpoint) -> AdapterStore | None:
@@ -491,7 +497,13 @@ def _adapter_store(resolved: Resolved, backend: Backend, checkpoint: Checkpoint)
         return None
     assert family is not None, "the backend refuses models of transformers"
     assert isinstance(spec, ModelSpec)
-    base = BaseModel(family.rules, params(spec), cast(LoraBackend, backend).adaptable(), lora.max_lora_rank)
+    base = BaseModel(
+        rules=family.rules,
+        params=params(spec),
+        adaptable=cast(LoraBackend, backend).adaptable(),
+        max_rank=lora.max_lora_rank,
+        copied=lora.copied_parameters,
+    )
     reader = AdapterReader(base)
 
     def read(adapter: Adapter) -> AdapterWeights:

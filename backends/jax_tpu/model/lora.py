@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +181,49 @@ class JaxEmbeddingLora(nnx.Module):
         """Rows of `b` [T, A] -> the term [T, D]. `mask`: of `slot_mask`."""
         growth = None if self.growth is None else _of_tokens(self.growth[...], mask)
         return LoraTerm(growth, expand(jnp.where(mask, rows, 0), self.a[...], dtype))
+
+
+class JaxSlotCopies(nnx.Module):
+    """Whole embedding tables, or output heads, of slots: `rows` [S, V, D]; `used` float32 [S]: 1 of slots with one."""
+
+    def __init__(self, vocab: int, width: int, build: JaxBuildContext) -> None:
+        _, build = _for_slots(build)
+        assert build.lora is not None, "created with slots"
+        self.rows = build.parameter(f"{SLOTS}VD", build.lora.slots, vocab, width)
+        self.used = build.float32().parameter(SLOTS, build.lora.slots)
+
+    def embeddings(self, x: jax.Array, token_ids: jax.Array, mask: jax.Array) -> jax.Array:
+        """X [T, D], the base model's embeddings -> those of the tables of the tokens' slots. `mask`: of `slot_mask`."""
+        copied = self._copied(mask)
+        tables = self.rows[...]
+        count = tables.shape[1]
+        index = token_ids - jax.lax.axis_index(MODEL) * count
+        local = copied.any(1) & (index >= 0) & (index < count)
+        at = jnp.where(local, copied.argmax(1) * count + index, 0)
+        rows = jnp.where(local[:, None], tables.reshape(-1, tables.shape[2])[at].astype(x.dtype), 0)
+        return jnp.where(copied.any(1)[:, None], jax.lax.psum(rows, MODEL), x)
+
+    def logits(self, logits: jax.Array, hidden: jax.Array, mask: jax.Array) -> jax.Array:
+        """Logits [R, V] of the base model's head, of hidden [R, D] -> those of the heads of the rows' slots.
+
+        A head is read in steps that use it alone.
+        """
+        copied = self._copied(mask)
+        heads = self.rows[...]
+
+        def multiplied(slot: int, before: jax.Array) -> jax.Array:
+            x = hidden.astype(heads.dtype)
+            own = jax.lax.dot_general(x, heads[slot], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            return jnp.where(copied[:, slot, None], own.astype(before.dtype), before)
+
+        for slot in range(len(heads)):
+            logits = jax.lax.cond(copied[:, slot].any(), partial(multiplied, slot), lambda before: before, logits)
+        return logits
+
+    def _copied(self, mask: jax.Array) -> jax.Array:
+        """Return bool [T, S]: the token's slot, if it has a copy."""
+        slots = len(self.used[...])
+        return mask[:, :: mask.shape[1] // slots] & (self.used[...] > 0)
 
 
 class JaxExpertLora(nnx.Module):

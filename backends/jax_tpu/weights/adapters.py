@@ -68,7 +68,8 @@ class AdapterWriter:
         factors = {name: np.asarray(factor)[:, 0] for name, factor in half_split(self.model.spec, scaled)}
         for name, b in ordered:
             if name in projections:  # not values that are keys
-                matrix = LowRank(weights.matrices[name].a, np.asarray(b), factors.get(name))
+                given = weights.matrices[name]
+                matrix = LowRank(given.a, np.asarray(b), factors.get(name), given.copy)
                 _put(arrays, name, matrix, places[name], modules[name], projections[name])
         return tuple(
             jax.make_array_from_callback(array.shape, _slot(self.model, index).sharding, array.__getitem__)
@@ -102,6 +103,9 @@ def _put(
 ) -> None:
     """Write a matrix of rank R into the first R ranks of its arrays, padding the others' axes, and DoRA's factors."""
     rank = matrix.a.shape[-2]
+    if matrix.copy is not None:
+        arrays[f"{name}_copies", "rows"][0, : len(matrix.copy)] = matrix.copy
+        arrays[f"{name}_copies", "used"][0] = 1
     growth = None if matrix.factor is None else matrix.factor - 1
     if name == "embed":
         arrays[*module, "b"][: len(matrix.b), :rank] = matrix.b

@@ -21,8 +21,16 @@ from pagoda.backends.reference.execution import TokenSlots
 from pagoda.backends.reference.model.linear import InvariantLinear, Linear, PlainLinear
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.common.models.primitives import Param
-from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, factor_elements, slot_elements
+from pagoda.common.weights.lora.weights import (
+    AdapterWeights,
+    LoraOptions,
+    LowRank,
+    copy_elements,
+    factor_elements,
+    slot_elements,
+)
 
+_HEAD: Final = "head"
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -60,7 +68,7 @@ class SlotMatrices:
     """The matrices of all slots for one linear layer of P fused parameters.
 
     A slot of a DoRA adapter has a factor of each output, too, by which the base matrix's product, without the layer's
-    bias, is multiplied.
+    bias, is multiplied. A slot may have a layer with a whole copy of the matrix, in place of the base's.
     """
 
     def __init__(
@@ -79,6 +87,7 @@ class SlotMatrices:
         self._filled = [[False] * len(sizes) for _ in range(options.slots)]
         self._bias = None if bias is None else bias.float()
         self._factors: dict[int, tuple[Tensor, Tensor | None]] = {}  # slot -> factors [F], what is added then [F]
+        self._copies: dict[int, Linear] = {}
 
     def fill(self, slot: int, factors: Sequence[LowRank | None]) -> None:
         """Replace a slot's matrices; None: zero."""
@@ -94,6 +103,12 @@ class SlotMatrices:
                 self.b[part][:, slot, rank:] = 0
             self._filled[slot][part] = pair is not None
         self._fill_factors(slot, [None if pair is None else pair.factor for pair in factors])
+
+    def replace(self, slot: int, layer: Linear | None) -> None:
+        """Let the tokens of a slot be multiplied by this layer in place of the base's; None: by the base's."""
+        self._copies.pop(slot, None)
+        if layer is not None:
+            self._copies[slot] = layer
 
     def _fill_factors(self, slot: int, factors: Sequence[np.ndarray | None]) -> None:
         self._factors.pop(slot, None)
@@ -114,9 +129,21 @@ class SlotMatrices:
             return y
         if y.dtype != torch.float32 and not y.is_contiguous():
             y = y.contiguous()
+        if self._copies:
+            self._multiply_copies(x, y, tokens)
         if self._factors:
             self._scale(y, tokens)
         return self._add_apart(x, y, tokens) if tokens.are_apart or self._invariant else self._add_all(x, y, tokens)
+
+    def _multiply_copies(self, x: Tensor, y: Tensor, tokens: TokenSlots) -> None:
+        """Write the products of slots that have a copy of the matrix to their rows of y."""
+        for slot in tokens.used:
+            if (layer := self._copies.get(slot)) is not None:
+                rows = tokens.tokens[slot]
+                if rows is None:
+                    y.copy_(layer(x))
+                else:
+                    y.index_copy_(0, rows, layer(x[rows]).to(y.dtype))
 
     def _scale(self, y: Tensor, tokens: TokenSlots) -> None:
         """Multiply the rows of y of DoRA adapters by their factors, in place."""
@@ -194,6 +221,8 @@ class AdapterMatrices:
         self._lock = threading.Lock()
         # Of each slot b [V, R], a [R, D], and DoRA's factors [D].
         self._embed: list[tuple[Tensor, Tensor, Tensor | None] | None] = [None] * options.slots
+        self._tables: dict[int, Tensor] = {}  # slot -> its embedding table [V, D], in place of the base's
+        self._copy_head: Callable[[Tensor], Linear] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -201,7 +230,8 @@ class AdapterMatrices:
         matrices = self.adaptable.values()
         factors = 2 * factor_elements(matrices) * torch.float32.itemsize
         of_slot = slot_elements(matrices, self.options.max_rank) * self._numerics.compute.itemsize
-        return self.options.slots * (of_slot + factors)
+        copies = copy_elements(self.adaptable, self.options.copies) * self._numerics.compute.itemsize
+        return self.options.slots * (of_slot + factors + copies)
 
     def adapted(
         self,
@@ -226,8 +256,16 @@ class AdapterMatrices:
                 self._layers[key] = SlotMatrices(sizes, width, self.options, self._numerics, bias)
         return AdaptedLinear(layer, self._layers[key].add, self.active)
 
+    def head(
+        self, layer: Linear, vocab: int, width: int, bias: Tensor | None, make: Callable[[Tensor], Linear]
+    ) -> Linear:
+        """Return the output head with what adapters add to it. `make`: returns the head with another weight [V, D]."""
+        self._copy_head = make
+        return self.adapted(layer, (_HEAD,), [vocab], width, bias=bias)
+
     def fill(self, slot: int, weights: AdapterWeights) -> None:
         """Replace the adapter in a slot."""
+        self._fill_copies(slot, weights)
         for (names, expert), matrices in self._layers.items():
             matrices.fill(slot, [_of_expert(weights.matrices.get(name), expert) for name in names])
         table = weights.matrices.get("embed")
@@ -236,6 +274,25 @@ class AdapterMatrices:
         if table is not None:
             factor = None if table.factor is None else torch.from_numpy(table.factor)
             self._embed[slot] = torch.from_numpy(table.b).to(compute), torch.from_numpy(table.a).to(compute), factor
+
+    def _fill_copies(self, slot: int, weights: AdapterWeights) -> None:
+        self._tables.pop(slot, None)
+        head = weights.matrices.get(_HEAD)
+        if (matrices := self._layers.get(((_HEAD,), None))) is not None:
+            layer = None
+            if head is not None and head.copy is not None:
+                assert self._copy_head is not None, "it has slots"
+                layer = self._copy_head(self._rounded_copy(head.copy))
+            matrices.replace(slot, layer)
+        table = weights.matrices.get("embed")
+        if table is not None and table.copy is not None:
+            self._tables[slot] = self._rounded_copy(table.copy)
+
+    def _rounded_copy(self, copy: np.ndarray) -> Tensor:
+        """Return a whole matrix in the type of the base model's weights."""
+        tensor = torch.from_numpy(copy)
+        rounded = _DTYPES.get(self.options.dtype, torch.float32)
+        return tensor.to(rounded).to(self._numerics.weights, copy=True)
 
     def add_to_embeddings(self, token_ids: Tensor, x: Tensor) -> Tensor:
         """token_ids int64 [T], rows of the embedding table x [T, D] -> x with what the tokens' adapters add."""
@@ -248,6 +305,8 @@ class AdapterMatrices:
                 rows = tokens.tokens[slot]
                 ids = token_ids if rows is None else token_ids[rows]
                 base = x if rows is None else x[rows]
+                if (copy := self._tables.get(slot)) is not None:
+                    base = F.embedding(ids, copy).to(x.dtype)
                 base = base if factor is None else (base.float() * factor).to(x.dtype)
                 adapted = base + (table[ids] @ out).to(x.dtype)
                 x = adapted if rows is None else x.index_copy(0, rows, adapted)

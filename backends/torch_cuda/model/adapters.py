@@ -9,11 +9,15 @@ Those of experts, and the embedding table's, are not.
 
 DoRA's factors lie beside B: a rank has those of its outputs. The factors of a matrix whose inputs are sharded multiply
 each rank's partial sum, the bias left out, which one rank adds. Experts have none, nor has --fully-sharded-loras.
+
+With --lora-modules-to-save each slot has room for a whole embedding table or output head, of which a rank has its rows.
+The products of a step's tokens with the head of their slot are those of an A with as many ranks as the rank has tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
@@ -39,7 +43,7 @@ from pagoda.backends.torch_cuda.weights.arrange import RankLayout, TensorSlice
 from pagoda.backends.torch_decoder.ops import Linear
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, adaptable
+from pagoda.common.weights.lora.weights import AdapterWeights, Float32, LoraOptions, LowRank, adaptable
 from pagoda.common.weights.rope_order import half_split
 
 _EMBED = "embed"
@@ -63,6 +67,18 @@ def _placement(layout: RankLayout, name: str) -> TensorSlice | None:
     if name == _HEAD and _HEAD not in layout.placements:
         return layout.placements[_EMBED]
     return layout.placements.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCopies:
+    """A rank's rows of a whole matrix, of each slot."""
+
+    weights: Tensor  # [slots, V, D]; V: the rank's rows, padded to whole blocks of the kernel
+    rows: Tensor  # int32 [slots + 1]: V of a slot that has a copy, else 0; the last one is of rows without an adapter
+
+    def has(self, slots: Tensor) -> Tensor:
+        """Return which of these slots, int32 [T], have a copy: bool [T, 1]."""
+        return self.rows.index_select(0, slots)[:, None] > 0
 
 
 class CudaAdapters:
@@ -100,6 +116,7 @@ class CudaAdapters:
         self._experts: dict[str, int] = {}  # stack of experts -> their number
         for name, ranks in zip(self._parts, self._ranks):
             self._stacks[name] = self._allocate(name, layout, dtype, ranks[: options.slots], empty)
+        self._copies = {name: self._allocate_copies(name, layout, dtype, empty) for name in options.copies}
         self._resident: dict[int, AdapterWeights] = {}
         self._rows: AdapterRows | None = None
         self.clear()
@@ -168,6 +185,14 @@ class CudaAdapters:
             return None, None
         return empty((self.slots, outputs), torch.float32), empty((self.slots,), torch.int32)
 
+    def _allocate_copies(self, name: str, layout: RankLayout, dtype: torch.dtype, empty: Empty) -> SlotCopies:
+        """Return the room for whole copies of the embedding table or the output head."""
+        outputs, inputs = layout.shapes[self._tensor(name, layout)]
+        return SlotCopies(
+            weights=empty((self.slots, padded_rank(outputs), inputs), dtype),
+            rows=empty((self.slots + 1,), torch.int32),
+        )
+
     @property
     def slots(self) -> int:
         """Return the number of slots."""
@@ -180,7 +205,8 @@ class CudaAdapters:
         ranks += self._own_ranks.nbytes
         factors = sum(array.nbytes for stack in self._stacks.values() for array in stack.scaling or ())
         matrices = sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
-        return self._ranks.nbytes + ranks + factors + matrices
+        copies = sum(copies.weights.nbytes + copies.rows.nbytes for copies in self._copies.values())
+        return self._ranks.nbytes + ranks + factors + matrices + copies
 
     def clear(self) -> None:
         """Make all slots empty, whatever the memory holds."""
@@ -193,6 +219,9 @@ class CudaAdapters:
             stack.ranks.zero_()
             for array in stack.scaling or ():
                 array.zero_()
+        for copies in self._copies.values():
+            copies.weights.zero_()
+            copies.rows.zero_()
 
     def restore(self) -> None:
         """Write the adapters again that the slots had before their memory was lost."""
@@ -223,6 +252,9 @@ class CudaAdapters:
                 self._write_embedding(stack, slot, given[_EMBED], parts[_EMBED])
             else:
                 self._write(name, slot, given, parts)
+        for name, copies in self._copies.items():
+            matrix = matrices.get(name)
+            self._write_copy(copies, slot, None if matrix is None else matrix.copy, self._parts[name][name])
         self._ranks[:, slot].copy_(torch.from_numpy(ranks))
         self._own_ranks[:, slot].copy_(torch.from_numpy(np.where(ranks, self._own_rank, 0).astype(np.int32)))
 
@@ -273,6 +305,15 @@ class CudaAdapters:
         back[:, :rank] = torch.from_numpy(np.ascontiguousarray(matrix.a.T))
         stack.a[slot].copy_(table)
         stack.b[slot].copy_(back)
+
+    @staticmethod
+    def _write_copy(copies: SlotCopies, slot: int, copy: Float32 | None, placement: TensorSlice) -> None:
+        """Write this rank's rows of a whole matrix [V, D]; None: the slot has none."""
+        _, rows, _ = copies.weights.shape
+        copies.rows[slot].fill_(0 if copy is None else rows)
+        if copy is not None:
+            own = torch.from_numpy(np.ascontiguousarray(copy[placement.cut[0]]))
+            copies.weights[slot, placement.into[0]].copy_(own)
 
     # A step.
 
@@ -347,6 +388,8 @@ class CudaAdapters:
         rows = self._rows
         if rows is None:
             return x
+        if (copies := self._copies.get(_EMBED)) is not None:
+            x = self._copied_embeddings(copies, x, token_ids, stack.a.shape[1], rows, comm)
         count = stack.a.shape[1]
         row = token_ids - comm.rank * count
         absent = (row < 0) | (row >= count) | (rows.slots == self.slots)
@@ -354,14 +397,39 @@ class CudaAdapters:
         h = F.embedding(index, stack.a.flatten(0, 1)).float().masked_fill(absent[:, None], 0)
         return add_expanded(x, comm.all_reduce(h)[None], stack, rows, self._device.chip)
 
+    def _copied_embeddings(
+        self, copies: SlotCopies, x: Tensor, token_ids: Tensor, count: int, rows: AdapterRows, comm: Comm
+    ) -> Tensor:
+        """Return embeddings x [T, D] with those of the tables of slots that have one. `count`: a rank's tokens."""
+        row = token_ids - comm.rank * count
+        copied = copies.has(rows.slots)
+        absent = (row < 0) | (row >= count) | ~copied[:, 0]
+        index = (rows.slots * copies.weights.shape[1] + row).masked_fill(absent, 0)
+        own = F.embedding(index, copies.weights.flatten(0, 1)).to(x.dtype).masked_fill(absent[:, None], 0)
+        return torch.where(copied, comm.all_reduce(own), x)
+
+    def _copied_logits(
+        self, copies: SlotCopies, logits: Tensor, hidden: Tensor, rows: AdapterRows, bias: Tensor | None
+    ) -> Tensor:
+        """Return a rank's logits [R, V] with those of the heads of slots that have one."""
+        weights = copies.weights
+        x = hidden.to(weights.dtype)
+        product = shrunk(x, weights, copies.rows[:-1], weights.shape[1], rows, self._device.chip).sum(0)
+        product = product[:, : logits.shape[1]]
+        product = product if bias is None else product + bias
+        return torch.where(copies.has(rows.slots), product.to(logits.dtype), logits)
+
     def add_to_logits(
         self, logits: Tensor, hidden: Tensor, slots: Tensor, bias: Tensor | None, *, batch_invariant: bool = False
     ) -> Tensor:
-        """Add those of the head to a rank's logits [R, V] of hidden [R, D] with these slots, in place; return them.
+        """Add those of the head to a rank's logits [R, V] of hidden [R, D] with these slots; return the result.
 
         `bias` [V]: the head's, which the logits have.
         """
-        return self._add_named(_HEAD, logits, hidden, self._sorted(slots, batch_invariant), bias)
+        rows = self._sorted(slots, batch_invariant)
+        if (copies := self._copies.get(_HEAD)) is not None:
+            logits = self._copied_logits(copies, logits, hidden, rows, bias)
+        return self._add_named(_HEAD, logits, hidden, rows, bias)
 
 
 def _extent(part: slice) -> int:
@@ -378,4 +446,6 @@ def _half_split(spec: ModelSpec, matrices: Mapping[str, LowRank]) -> dict[str, L
     ordered = half_split(spec, ((name, matrix.b) for name, matrix in matrices.items()))
     scaled = ((name, matrix.factor[:, None]) for name, matrix in matrices.items() if matrix.factor is not None)
     factors = {name: np.asarray(factor)[:, 0] for name, factor in half_split(spec, scaled)}
-    return {name: LowRank(matrices[name].a, np.asarray(b), factors.get(name)) for name, b in ordered}
+    return {
+        name: LowRank(matrices[name].a, np.asarray(b), factors.get(name), matrices[name].copy) for name, b in ordered
+    }

@@ -25,12 +25,19 @@ class LowRank:
     """The product b a that is added to a matrix [F, D]; of experts' matrices [E, F, D] one for each expert.
 
     The embedding table is a matrix [V, D], too: row b[t] a is added to the embedding of token t. With `factor`, as
-    DoRA has it, the base matrix W becomes diag(factor) W + b a; the embedding table becomes W diag(factor) + b a.
+    DoRA has it, the base matrix W becomes diag(factor) W + b a; the embedding table becomes W diag(factor) + b a. With
+    `copy` that is in place of W.
     """
 
     a: Float32  # Shape [R, D] or [E, R, D].
     b: Float32  # Shape [F, R] or [E, F, R], multiplied by the adapter's scale.
     factor: Float32 | None = None  # Shape [F], of the embedding table [D]; None: 1. Experts have none.
+    copy: Float32 | None = None  # Shape [F, D], of `LoraOptions.copies` alone, without a factor; None: the base's W.
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in (self.a, self.b, self.factor, self.copy) if array is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +58,7 @@ class AdapterWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of all matrices."""
-        arrays = (array for matrix in self.matrices.values() for array in (matrix.a, matrix.b, matrix.factor))
-        return sum(array.nbytes for array in arrays if array is not None)
+        return sum(matrix.num_bytes for matrix in self.matrices.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,7 @@ class LoraOptions:
     slots: int  # Number of adapters that steps may mix.
     max_rank: int  # The largest rank of an adapter, one of LORA_RANKS.
     dtype: str  # Data type of the adapters' matrices in the slots, not `auto`.
+    copies: tuple[str, ...] = ()  # Parameters of which a slot has room for a whole copy: `embed`, `head` or both.
     fully_sharded: bool = False  # The matrix a is sharded over tensor-parallel devices, too; there is no DoRA then.
 
 
@@ -103,6 +110,11 @@ def _names(spec: ModelSpec) -> Iterator[str]:
 def slot_elements(matrices: Collection[Param], rank: int) -> int:
     """Return the numbers in a slot for adapters of `rank` of these matrices."""
     return sum(rank * prod(param.shape[:-2]) * sum(param.shape[-2:]) for param in matrices)
+
+
+def copy_elements(matrices: Mapping[str, Param], copies: Collection[str]) -> int:
+    """Return the numbers in a slot for whole copies of these parameters."""
+    return sum(prod(matrices[name].shape) for name in copies if name in matrices)
 
 
 def factor_elements(matrices: Collection[Param]) -> int:

@@ -92,7 +92,7 @@ SPECS |= {name: with_mixers(*mixers) for name, mixers in MIXERS.items()}
 
 
 def make_driver(spec: ModelSpec, backend: str, slots: int = SLOTS, given=None, **make) -> Driver:
-    lora = LoraOptions(slots, RANK, "float32")
+    lora = LoraOptions(slots, RANK, "float32", copies=("embed", "head"))
     if backend == "torch_cuda":
         make.setdefault("device", CPU)
     options = {
@@ -113,7 +113,7 @@ def make_driver(spec: ModelSpec, backend: str, slots: int = SLOTS, given=None, *
 def test_log_probabilities_are_those_of_merged_weights(name: str, backend: str) -> None:
     """Nine adapters and none in one batch, of different ranks and matrices, prompts and decode; then one alone.
 
-    Every other one is a DoRA adapter.
+    Every other one is a DoRA adapter; three have an embedding table or a head of their own.
 
     On jax_tpu mixers with recurrent state do not decode here: they project in the same way, by a further program. And
     none is alone there, as it is in the tests of slots.
@@ -122,9 +122,13 @@ def test_log_probabilities_are_those_of_merged_weights(name: str, backend: str) 
     driver = make_driver(spec, backend)
     matrices = driver.backend.adaptable()
     assert matrices.keys() == adaptable(spec).keys()
+    copies = {0: ("embed", "head"), 3: ("head",), 5: ("embed",)}
     only = [("",), ("q", "v"), ("",), ("o", "down"), ("embed",), ("head",), ("",), ("gate", "up", "k"), ("",)]
     adapters = [
-        random_adapter(matrices, [16, 8, 1][slot % 3], slot, only[slot], dora=slot % 2 == 0) for slot in range(SLOTS)
+        random_adapter(
+            matrices, [16, 8, 1][slot % 3], slot, only[slot], dora=slot % 2 == 0, copied=copies.get(slot, ())
+        )
+        for slot in range(SLOTS)
     ]
     for slot, adapter in enumerate(adapters):
         driver.backend.load_adapter(slot, adapter)
@@ -162,7 +166,7 @@ def test_adapters_of_quantised_weights(backend: str, name: str) -> None:
         driver = make_driver(spec, backend, given=stored)
     else:
         driver = make_driver(spec, backend, quantization="int8_per_channel_weight_only", given=exact)
-    adapter = random_adapter(driver.backend.adaptable(), 16, 0, dora=True)
+    adapter = random_adapter(driver.backend.adaptable(), 16, 0, dora=True, copied=("embed",))
     driver.backend.load_adapter(2, adapter)
     found = run(driver, {0: PROMPTS[4], 1: PROMPTS[6]}, {0: 2})
     for row, each in ((0, adapter), (1, None)):
@@ -174,7 +178,7 @@ def test_slots_are_written_again_after_their_memory_was_lost() -> None:
     """As after sleep at level 2; the empty slot is empty."""
     spec = SPECS["dense"]
     driver = make_driver(spec, "torch_cuda", slots=3)
-    adapter = random_adapter(driver.backend.adaptable(), 8, 0, dora=True)
+    adapter = random_adapter(driver.backend.adaptable(), 8, 0, dora=True, copied=("head",))
     driver.backend.load_adapter(1, adapter)
     adapters = driver.backend._adapters()
     with torch.inference_mode():
@@ -183,6 +187,9 @@ def test_slots_are_written_again_after_their_memory_was_lost() -> None:
             stack.b.fill_(np.nan)
             for array in stack.scaling or ():
                 array.fill_(7)
+        for copies in adapters._copies.values():
+            copies.weights.fill_(np.nan)
+            copies.rows.fill_(7)
         adapters._ranks.fill_(7)
         adapters.restore()
     found = run(driver, {0: PROMPTS[4], 1: PROMPTS[6]}, {0: 1, 1: 2})
@@ -198,7 +205,7 @@ def test_slots_are_replaced_and_an_empty_one_and_none_are_the_model(backend: str
     spec = SPECS["dense"]
     driver = make_driver(spec, backend, slots=2)
     matrices = driver.backend.adaptable()
-    first = random_adapter(matrices, 16, 0, dora=True)
+    first = random_adapter(matrices, 16, 0, dora=True, copied=("embed", "head"))
     second = random_adapter(matrices, 8, 1, ("q", "down", "embed"))
     for adapter in (first, second):
         driver.backend.load_adapter(1, adapter)
@@ -227,7 +234,7 @@ def test_steps_through_the_interpreted_kernels() -> None:
     driver = make_driver(spec, "torch_cuda", slots=2, device=Interpreted(CPU.torch, CPU.chip, "interpreter"))
     matrices = driver.backend.adaptable()
     adapters = [
-        random_adapter(matrices, 16, 0),
+        random_adapter(matrices, 16, 0, copied=("embed", "head")),
         random_adapter(matrices, 8, 1, ("q", "down", "head"), dora=True),
     ]
     for slot, adapter in enumerate(adapters):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pagoda.common.weights.lora.peft import BaseModel, read_adapter
 from pagoda.common.weights.lora.weights import (
     AdapterWeights,
     adaptable,
+    copy_elements,
     factor_elements,
     rank_bucket,
     slot_elements,
@@ -153,6 +155,61 @@ def test_dora_of_a_fused_module_and_of_keys_that_are_values(tmp_path: Path) -> N
     np.testing.assert_array_equal(first, second)
 
 
+def test_whole_modules_of_an_adapter(tmp_path: Path) -> None:
+    """With low-rank matrices of others, or alone; their names may have the words that peft leaves out."""
+    stem = "base_model.model"
+    embed, head = random(257, 32), random(257, 32, seed=1)
+    both = {f"{stem}.model.embed_tokens.weight": embed, f"{stem}.lm_head.modules_to_save.default.weight": head}
+    pair = {f"{LAYER}.self_attn.q_proj.lora_A.weight": random(4, 32)}
+    pair[f"{LAYER}.self_attn.q_proj.lora_B.weight"] = random(32, 4)
+    saved = ["embed_tokens", "lm_head"]
+    model = replace(base(tie_word_embeddings=True), copied=("embed", "head"))
+    for tensors, rank in ((both, 1), ({**both, **pair}, 8)):
+        weights = read_adapter(save_adapter(tmp_path / "a", tensors, r=4, modules_to_save=saved), model)
+        assert weights.rank == rank
+        assert weights.matrices.keys() - {"layers.0.mixers.0.q"} == {"embed", "head"}
+        for name, copy in (("embed", embed), ("head", head)):
+            np.testing.assert_array_equal(weights.matrices[name].copy, copy)
+            assert not product(weights, name).any()
+    size = 4 * sum(array.nbytes // 4 for array in both.values())
+    assert weights.num_bytes == size + 4 * 8 * (2 * (257 + 32) + 64)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "words"),
+    [
+        (
+            "model.norm.weight",
+            (32,),
+            "the weight of model.norm cannot be replaced per request, only the weights of embed",
+        ),
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            (48, 32),
+            r"model\.layers\.0\.mlp\.up_proj cannot be replaced per request",
+        ),
+        ("score.weight", (2, 32), "the weight of score cannot be replaced"),
+        ("lm_head.bias", (257,), "the bias of lm_head cannot be replaced"),
+        ("model.embed_tokens.weight", (257, 32), "start the server with --lora-modules-to-save embed_tokens"),
+        ("lm_head.weight", (300, 32), r"lm_head is \[300, 32\], in the model \[257, 32\]"),
+    ],
+)
+def test_whole_modules_that_cannot_be_replaced(module: str, shape: tuple[int, ...], words: str, tmp_path: Path) -> None:
+    name = module.rpartition(".")[0]
+    folder = save_adapter(tmp_path / "a", {f"base_model.model.{module}": random(*shape)}, modules_to_save=[name])
+    with pytest.raises(ModelError, match=words):
+        read_adapter(folder, replace(base(), copied=("head",)))
+
+
+def test_a_whole_module_beside_its_low_rank_matrices_is_refused(tmp_path: Path) -> None:
+    tensors = {"base_model.model.lm_head.weight": random(257, 32)}
+    tensors |= {"base_model.model.lm_head.lora_A.weight": random(4, 32)}
+    tensors |= {"base_model.model.lm_head.lora_B.weight": random(257, 4)}
+    folder = save_adapter(tmp_path / "a", tensors, r=4, modules_to_save=["lm_head"])
+    with pytest.raises(ModelError, match="a copy of head, and low-rank matrices of it, too"):
+        read_adapter(folder, replace(base(), copied=("head",)))
+
+
 def test_dora_that_cannot_be_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     model = dora_adapter(folder, {"model.layers.0.self_attn.q_proj": 32})
@@ -274,7 +331,8 @@ def test_a_torch_file_is_read(tmp_path: Path) -> None:
         ({"use_dora": True}, "q_proj: lora_magnitude_vector is missing, though use_dora is set"),
         ({"bias": "all"}, "bias is trained"),
         ({"lora_bias": True}, "bias is trained"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save has lm_head, of which there is no tensor"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save 'lm_head' are not names of modules"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is not supported"),
         ({"target_parameters": "experts.gate_up_proj"}, "are not names of parameters"),
@@ -332,5 +390,6 @@ def test_adaptable_matrices_and_the_size_of_a_slot() -> None:
     stacked = Param(name="experts", shape=(4, 24, 32), axes="EFD")
     assert slot_elements([stacked], 8) == 4 * 8 * (24 + 32)
     embed = Param(name="embed", shape=(96, 32), axes="VD")
+    assert copy_elements({"embed": embed, "experts": stacked}, ("embed", "head")) == 96 * 32
     assert factor_elements([stacked, embed, Param(name="o", shape=(24, 32), axes="DF")]) == 32 + 24
     assert [rank_bucket(rank) for rank in (1, 2, 8, 9, 256, 257, 512)] == [1, 8, 8, 16, 256, 320, 512]

@@ -61,10 +61,11 @@ def peft_logits(name: str) -> tuple[list[int], np.ndarray]:
 
 
 @pytest.mark.setting("--enable-lora")
+@pytest.mark.setting("--lora-modules-to-save")
 @pytest.mark.parametrize("name", CASES)
 def test_an_adapter_of_peft_gives_its_logits(name: str, folders: dict[str, Path]) -> None:
     prompt, expected = peft_logits(name)
-    llm = engine(folders[name])
+    llm = engine(folders[name], lora_modules_to_save=("embed_tokens", "lm_head") if name.startswith("saved") else ())
     adapted, plain = llm.generate(
         [{"prompt_token_ids": prompt}] * 2,
         EVERYTHING,
@@ -157,7 +158,9 @@ def test_a_bad_adapter_is_refused_and_the_engine_goes_on(folders: dict[str, Path
     llm = engine(folders["all_linear"])
     high = write_adapter(tmp_path / "high", MODULES, rank=16)
     prompt = {"prompt_token_ids": [1, 2, 3]}
+    saved = LoRARequest("saved", 3, str(FOLDER / "saved"))
     for request, words in (
+        (saved, "a copy of .* needs room in every slot; start the server with --lora-modules-to-save"),
         (LoRARequest("high", 1, str(high)), "r is 16, above --max-lora-rank 8"),
         (LoRARequest("none", 2, str(tmp_path / "none")), "no such folder"),
     ):
@@ -194,6 +197,7 @@ def test_weights_are_rounded_to_the_stated_type(folders: dict[str, Path], adapte
     [
         ({"fully_sharded_loras": True}, "--fully-sharded-loras: reference runs a model on one device"),
         ({"max_lora_rank": 7}, "--max-lora-rank: 7 is not one of 1, 8, 16"),
+        ({"lora_modules_to_save": ("norm",)}, "--lora-modules-to-save: norm cannot be replaced per request; use embed"),
         ({"max_loras": 0}, "--max-loras: 0 is not positive"),
         ({"max_loras": 4, "max_cpu_loras": 2}, "--max-cpu-loras: 2 is below --max-loras 4"),
         ({"runner": "pooling"}, "--enable-lora: pooling models have no LoRA adapters"),

@@ -27,7 +27,7 @@ SPEC, FAMILY = spec_from_config(CONFIG)
 
 
 def base() -> BaseModel:
-    return BaseModel(FAMILY.rules, params(SPEC), adaptable(SPEC), 16)
+    return BaseModel(FAMILY.rules, params(SPEC), adaptable(SPEC), 16, copied=("head",))
 
 
 def adapter(folder: Path) -> Adapter:
@@ -35,11 +35,13 @@ def adapter(folder: Path) -> Adapter:
 
 
 def test_an_adapter_is_what_reading_it_here_gives(tmp_path: Path) -> None:
-    folder, reader = write_adapter(tmp_path / "a", MODULES, rank=3, use_dora=True), AdapterReader(base())
+    folder, reader = tmp_path / "a", AdapterReader(base())
+    write_adapter(folder, MODULES, rank=3, use_dora=True, modules_to_save=["lm_head"])
     tensors = load_file(folder / "adapter_model.safetensors")
     for seed, (name, (outputs, _)) in enumerate(MODULES.items()):
         numbers = np.random.default_rng(seed).standard_normal(outputs, np.float32)
         tensors[f"base_model.model.{name}.lora_magnitude_vector"] = numbers
+    tensors["base_model.model.lm_head.weight"] = np.ones((257, 32), np.float32)
     write_safetensors(folder / "adapter_model.safetensors", tensors)
     expected = read_adapter(folder, base())
     for _ in range(2):
@@ -49,7 +51,10 @@ def test_an_adapter_is_what_reading_it_here_gives(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found.matrices[name].a, factors.a)
             np.testing.assert_array_equal(found.matrices[name].b, factors.b)
             assert found.matrices[name].a.flags.writeable, "else torch warns of it"
-            np.testing.assert_array_equal(found.magnitudes[name], expected.magnitudes[name])
+            np.testing.assert_array_equal(found.matrices[name].copy, factors.copy)
+        assert found.magnitudes.keys() == expected.magnitudes.keys()
+        for name, lengths in expected.magnitudes.items():
+            np.testing.assert_array_equal(found.magnitudes[name], lengths)
 
 
 def test_the_rules_of_every_family_reach_the_process() -> None:
