@@ -39,14 +39,15 @@ PROMPTS = {row: [(7 * row + 3 * at) % 96 for at in range(1 + row * 2 % 7)] for r
 
 
 def tied() -> ModelSpec:
-    """Its layers have biases, which DoRA's factors do not change."""
+    """Its layers and its head have biases, which DoRA's factors do not change."""
     spec = tiny_spec()
     layer = spec.layers[0]
     (attention,) = layer.mixers
     assert isinstance(attention, Attention)
     assert isinstance(layer.ffn, Mlp)
     biased = replace(attention, qkv_bias=True, out_bias=True)
-    return replace(spec, tied=True, layers=(replace(layer, mixers=(biased,), ffn=replace(layer.ffn, bias=True)),) * 2)
+    spec = replace(spec, tied=True, head_bias=True)
+    return replace(spec, layers=(replace(layer, mixers=(biased,), ffn=replace(layer.ffn, bias=True)),) * 2)
 
 
 def interleaved() -> ModelSpec:
