@@ -174,7 +174,7 @@ def load_cost(model: str, folder: str) -> dict[str, float]:
         ):
             fused = [matrices[f"layers.{layer}.{name}"] for name in names]
             sizes = [param.shape[0] for param in fused]
-            slots.adapted(lambda x: x, [param.name for param in fused], sizes, fused[0].shape[1])
+            slots.adapted(lambda x: x, [param.name for param in fused], sizes, fused[0].shape[1], bias=None)
     base = BaseModel(family.rules, params(spec), matrices, RANK)
     times: dict[str, list[float]] = {"reading": [], "copying": []}
     threads = torch.get_num_threads()

@@ -3,7 +3,8 @@
     python tools/lora_fixtures.py          needs torch, transformers and peft; writes tests/data/lora/
 
 Each case is a small random model, whose weights a seed gives (nothing of it is stored), an adapter as peft saves it,
-and peft's float32 logits of one prompt. The adapter's matrices are random, B too, which peft begins with zeros.
+and peft's float32 logits of one prompt. The adapter's matrices are random, B too, which peft begins with zeros; DoRA's
+magnitudes are some way from the lengths of the base model's rows.
 """
 
 from __future__ import annotations
@@ -79,6 +80,25 @@ CASES: Final = {
         {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48},
     ),
+    "dora": Case(
+        "llama",
+        {"r": 4, "lora_alpha": 8, "target_modules": [*ALL, "embed_tokens", "lm_head"], "use_dora": True},
+        {"attention_bias": True, "mlp_bias": True},
+    ),
+    "dora_fused": Case(
+        "gpt2",
+        {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "use_dora": True},
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48},
+    ),
+    "saved": Case(
+        "llama",
+        {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
+    "saved_tied": Case(
+        "llama",
+        {"r": 4, "lora_alpha": 8, "target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]},
+        {"tie_word_embeddings": True},
+    ),
     "experts": Case(
         "qwen3_moe",
         {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS},
@@ -127,9 +147,10 @@ def write(name: str, case: Case) -> None:
     numbers = np.random.default_rng(sum(map(ord, name)))
     with torch.no_grad():
         for key, parameter in sorted(model.named_parameters()):
-            if "lora_" in key:
+            if "lora_" in key or "modules_to_save" in key:
                 values = numbers.standard_normal(tuple(parameter.shape), np.float32) * np.float32(0.2)
-                parameter.copy_(torch.from_numpy(values))
+                drawn = torch.from_numpy(values)
+                parameter.copy_(parameter * (1 + drawn) if "magnitude" in key else drawn)
         logits = model(torch.tensor([PROMPT])).logits[0]
     folder = FOLDER / name
     with tempfile.TemporaryDirectory() as scratch:

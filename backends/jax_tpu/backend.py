@@ -141,7 +141,13 @@ def _model(options: BackendOptions) -> StepModel:
     lora = None
     if options.lora is not None:
         dtype = dtype_of(options.lora.dtype, "--lora-dtype").name
-        lora = LoraForm(options.lora.slots, options.lora.max_rank, dtype, options.lora.fully_sharded)
+        lora = LoraForm(
+            slots=options.lora.slots,
+            rank=options.lora.max_rank,
+            dtype=dtype,
+            copies=options.lora.copies,
+            fully_sharded=options.lora.fully_sharded,
+        )
     return build_model(
         spec,
         options.layout,

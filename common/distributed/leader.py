@@ -288,7 +288,7 @@ def _parts(weights: AdapterWeights) -> Iterator[AdapterWeights]:
     part: dict[str, LowRank] = {}
     size = 0
     for name, matrix in weights.matrices.items():
-        num_bytes = matrix.a.nbytes + matrix.b.nbytes
+        num_bytes = matrix.num_bytes
         if part and size + num_bytes > ADAPTER_BYTES:
             yield AdapterWeights(weights.rank, part)
             part = {}

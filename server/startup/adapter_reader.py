@@ -21,7 +21,14 @@ from pagoda.common.errors import ModelError, RequestError
 from pagoda.common.models.family import Rule
 from pagoda.common.models.primitives import Param
 from pagoda.common.weights.lora.peft import BaseModel, read_adapter
-from pagoda.common.weights.lora.weights import AdapterWeights, Float32, LowRank, slot_elements
+from pagoda.common.weights.lora.weights import (
+    AdapterWeights,
+    Float32,
+    LowRank,
+    copy_elements,
+    factor_elements,
+    slot_elements,
+)
 from pagoda.server.processing.workers.worker import ChildWorker, Handler, WorkerEndedError, WorkerTimeoutError, serve
 
 PROGRAM: Final = (sys.executable, "-P", "-m", "pagoda.server.startup.adapter_reader")
@@ -46,14 +53,16 @@ class _Base(msgspec.Struct, frozen=True):
     params: dict[str, Param]
     adaptable: dict[str, Param]
     max_rank: int
+    copied: tuple[str, ...]
 
 
 class _Matrix(msgspec.Struct, frozen=True):
-    """Where the factors of a parameter are: those of `a` first."""
+    """Where the factors of a parameter are: those of `a` first, then `b`, then the whole copy if there is one."""
 
     name: str
     a: tuple[int, ...]
     b: tuple[int, ...]
+    copy: tuple[int, ...] | None
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -61,6 +70,7 @@ class _Head(msgspec.Struct, frozen=True):
 
     rank: int
     matrices: list[_Matrix]
+    magnitudes: dict[str, int]  # Of DoRA: parameter -> how many numbers it has. They follow the matrices.
 
 
 class AdapterReader:
@@ -73,7 +83,10 @@ class AdapterReader:
         seconds: float = SECONDS,
         elapsed: float = ELAPSED_SECONDS,
     ) -> None:
-        memory = _COPIES * 4 * slot_elements(base.adaptable.values(), base.max_rank) + _SPARE_BYTES
+        matrices = base.adaptable.values()
+        elements = slot_elements(matrices, base.max_rank) + factor_elements(matrices)
+        elements += copy_elements(base.adaptable, base.copied)
+        memory = _COPIES * 4 * elements + _SPARE_BYTES
         self._seconds = seconds
         self._elapsed = elapsed
         self._worker = ChildWorker(
@@ -81,7 +94,7 @@ class AdapterReader:
         )
 
     def read(self, adapter: Adapter) -> AdapterWeights:
-        """Return the matrices of an adapter. Raises RequestError for one that cannot be used."""
+        """Return an adapter as its files have it, DoRA's magnitudes too. Raises RequestError if it cannot be used."""
         try:
             reply = self._worker.call(str(Path(adapter.path).absolute()).encode("utf-8", "surrogateescape"))
         except WorkerTimeoutError:
@@ -100,23 +113,29 @@ def _refused(adapter: Adapter, reason: str) -> RequestError:
 
 def _encoded_base(base: BaseModel) -> bytes:
     rules = [(type(rule).__name__, msgspec.Raw(msgspec.msgpack.encode(rule))) for rule in base.rules]
-    return msgspec.msgpack.encode(_Base(rules, dict(base.params), dict(base.adaptable), base.max_rank))
+    message = _Base(rules, dict(base.params), dict(base.adaptable), base.max_rank, base.copied)
+    return msgspec.msgpack.encode(message)
 
 
 def _decoded_base(setup: bytes) -> BaseModel:
     message = msgspec.msgpack.decode(setup, type=_Base)
     rules: list[Rule] = [msgspec.msgpack.decode(rule, type=_RULES[kind]) for kind, rule in message.rules]
-    return BaseModel(tuple(rules), message.params, message.adaptable, message.max_rank)
+    return BaseModel(tuple(rules), message.params, message.adaptable, message.max_rank, message.copied)
 
 
 def _encoded(weights: AdapterWeights) -> bytes:
     """Return an adapter as a message: the length of the head, the head, and the numbers from a multiple of 64 on."""
-    matrices = [_Matrix(name, matrix.a.shape, matrix.b.shape) for name, matrix in weights.matrices.items()]
-    head = msgspec.msgpack.encode(_Head(weights.rank, matrices))
+    matrices = [
+        _Matrix(name, matrix.a.shape, matrix.b.shape, None if matrix.copy is None else matrix.copy.shape)
+        for name, matrix in weights.matrices.items()
+    ]
+    magnitudes = {name: len(numbers) for name, numbers in weights.magnitudes.items()}
+    head = msgspec.msgpack.encode(_Head(weights.rank, matrices, magnitudes))
     begin = _WEIGHTS + len(head).to_bytes(4, "big") + head
     pieces: list[bytes | memoryview] = [begin, bytes(-len(begin) % _ALIGNMENT)]
     for matrix in weights.matrices.values():
-        pieces += [_bytes_of(matrix.a), _bytes_of(matrix.b)]
+        pieces += [_bytes_of(array) for array in (matrix.a, matrix.b, matrix.copy) if array is not None]
+    pieces += [_bytes_of(numbers) for numbers in weights.magnitudes.values()]
     return b"".join(pieces)
 
 
@@ -133,8 +152,14 @@ def _decoded(message: bytearray) -> AdapterWeights:
     for matrix in head.matrices:
         a, numbers = _taken(numbers, matrix.a)
         b, numbers = _taken(numbers, matrix.b)
-        matrices[matrix.name] = LowRank(a, b)
-    return AdapterWeights(head.rank, matrices)
+        copy = None
+        if matrix.copy is not None:
+            copy, numbers = _taken(numbers, matrix.copy)
+        matrices[matrix.name] = LowRank(a, b, copy=copy)
+    magnitudes: dict[str, Float32] = {}
+    for name, count in head.magnitudes.items():
+        magnitudes[name], numbers = _taken(numbers, (count,))
+    return AdapterWeights(head.rank, matrices, magnitudes)
 
 
 def _taken(numbers: Float32, shape: tuple[int, ...]) -> tuple[Float32, Float32]:

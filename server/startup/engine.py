@@ -59,6 +59,7 @@ from pagoda.common.engine.kv_cache.sizing import (
     stated_blocks,
 )
 from pagoda.common.engine.kv_cache.spec import KvLayout, per_pool
+from pagoda.common.engine.lora.adapter import Adapter
 from pagoda.common.engine.lora.store import AdapterStore
 from pagoda.common.engine.pooling.scheduler import pooling_core
 from pagoda.common.engine.sampling.processors import SamplerOptions
@@ -76,8 +77,9 @@ from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import AnySpec, TransformersSpec
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.hub import is_local, named_path, was_downloaded
+from pagoda.common.weights.lora.dora import with_factors
 from pagoda.common.weights.lora.peft import BaseModel
-from pagoda.common.weights.lora.weights import LoraOptions
+from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions
 from pagoda.common.weights.sharded import ShardedCheckpoint
 from pagoda.server.core_client.ipc_messages import EncoderInfo, EngineInfo, PoolingInfo
 from pagoda.server.processing.workers.grammar_check import structured_of
@@ -86,7 +88,7 @@ from pagoda.server.settings.resolve import Resolved, open_model, resolve
 from pagoda.server.settings.tokenizer import open_tokenizer
 from pagoda.server.startup.adapter_reader import AdapterReader
 from pagoda.server.startup.hosts import check_hosts, meeting
-from pagoda.server.startup.parameters import Prefetch, check_weights, read_drafter, read_weights
+from pagoda.server.startup.parameters import Prefetch, check_weights, read_drafter, read_matrices, read_weights
 from pagoda.server.startup.ranks import check_ranks, leading
 from pagoda.server.vllm.config_views import VllmConfigView
 
@@ -349,7 +351,7 @@ def assemble(
         embeds_width=resolved.spec.hidden_width if config.model.enable_prompt_embeds else 0,
     )
     structured = structured_of(config, info)
-    store = _adapter_store(resolved, backend)
+    store = _adapter_store(resolved, backend, checkpoint)
     make_scheduler = assembly.make_scheduler
     core = _generation_core(backend, resolved.layout, limits, num_blocks, copies, make_scheduler, structured, store)
     core.profiler = step_profiler(config, own_backend)
@@ -476,10 +478,16 @@ def lora_options(config: LoRAConfig, dtype: str) -> LoraOptions | None:
     if not config.enable_lora:
         return None
     rounded = dtype if config.lora_dtype == "auto" else config.lora_dtype
-    return LoraOptions(config.max_loras, config.max_lora_rank, rounded, config.fully_sharded_loras)
+    return LoraOptions(
+        slots=config.max_loras,
+        max_rank=config.max_lora_rank,
+        dtype=rounded,
+        copies=config.copied_parameters,
+        fully_sharded=config.fully_sharded_loras,
+    )
 
 
-def _adapter_store(resolved: Resolved, backend: Backend) -> AdapterStore | None:
+def _adapter_store(resolved: Resolved, backend: Backend, checkpoint: Checkpoint) -> AdapterStore | None:
     """Return the host cache of LoRA adapters; None without --enable-lora."""
     lora = resolved.config.lora
     family = resolved.family
@@ -488,8 +496,22 @@ def _adapter_store(resolved: Resolved, backend: Backend) -> AdapterStore | None:
         return None
     assert family is not None, "the backend refuses models of transformers"
     assert isinstance(spec, ModelSpec)
-    base = BaseModel(family.rules, params(spec), cast(LoraBackend, backend).adaptable(), lora.max_lora_rank)
-    return AdapterStore(AdapterReader(base).read, lora.max_cpu_loras or lora.max_loras)
+    base = BaseModel(
+        rules=family.rules,
+        params=params(spec),
+        adaptable=cast(LoraBackend, backend).adaptable(),
+        max_rank=lora.max_lora_rank,
+        copied=lora.copied_parameters,
+    )
+    reader = AdapterReader(base)
+
+    def read(adapter: Adapter) -> AdapterWeights:
+        weights = reader.read(adapter)
+        if weights.magnitudes and lora.fully_sharded_loras:
+            raise ModelError("use_dora: DoRA's factors are not divided like that; drop --fully-sharded-loras")
+        return with_factors(weights, base.params, partial(read_matrices, resolved, checkpoint))
+
+    return AdapterStore(read, lora.max_cpu_loras or lora.max_loras)
 
 
 def _warn_compilation(config: CompilationConfig, backend: str, max_num_seqs: int) -> None:

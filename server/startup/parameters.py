@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, cast
 from zlib import crc32
 
@@ -17,8 +17,10 @@ import numpy.typing as npt
 from pagoda.common.backend import Weight
 from pagoda.common.config.engine import EngineConfig
 from pagoda.common.models.drafters import drafter_params
+from pagoda.common.models.family import Family
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.shapes import params
+from pagoda.common.models.spec import ModelSpec
 from pagoda.common.models.transformers_spec import TransformersSpec
 from pagoda.common.weights.checkpoint import Checkpoint
 from pagoda.common.weights.dtypes import to_bfloat16
@@ -34,7 +36,7 @@ from pagoda.common.weights.rules import (
     merge_adapter,
     quantised_pieces,
     sources,
-    stored_shapes,
+    tensor_uses,
     with_equal_head,
 )
 from pagoda.common.weights.sentence_modules import module_tensors, side_tensors
@@ -111,19 +113,9 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
     shapes = params(resolved.spec)
     if config.load.load_format == "dummy":
         return dummy_weights(shapes, config.model.seed, resolved.dtype, resolved.schemes)
-    quantization = resolved.quantization
-    family = checkpoint.family(resolved.family)
-    tensors = _stored(config, checkpoint)
     kv_scales: Scales = {}
-    if quantization is not None:
-        # As a folder's are, before they are joined.
-        dense = cast(Iterator[NamedTensor], without_kv_scales(tensors, kv_scales))
-        pieces = partial(quantised_pieces, family.rules)
-        tensors = join_scales(dense, quantization, pieces, checkpoint.names, stored_shapes(family.rules, shapes))
-    tensors = tensors if modules is None else chain(tensors, module_tensors(modules))
-    tensors = chain(tensors, side_tensors(checkpoint.folder, family.side_files))
-    if family.adapter is not None:
-        tensors = merge_adapter(tensors, family.adapter)
+    family = checkpoint.family(resolved.family)
+    tensors = _model_tensors(resolved, family, checkpoint, _stored(config, checkpoint), kv_scales)
     if resolved.spec.tied and resolved.spec.pooler is None:
         tensors = with_equal_head(family.rules, tensors, checkpoint.names)
     weights = apply_rules(family.rules, shapes, tensors, family.ignored)
@@ -131,6 +123,49 @@ def read_weights(config: EngineConfig, checkpoint: Checkpoint, resolved: Resolve
         return quantized(weights, resolved.schemes)
     used = resolved.cache.cache_dtype in ("fp8", "fp8_e4m3") and not resolved.cache.calculate_kv_scales
     return chain(weights, kv_scale_weights(kv_scales, sources(family.rules, shapes), used=used))
+
+
+def _model_tensors(
+    resolved: Resolved, family: Family, checkpoint: Checkpoint, stored: Iterator[Weight], kv_scales: Scales
+) -> Iterator[Weight]:
+    """Return the tensors that the family's rules read, from those of the checkpoint; scales of K and V go to
+    `kv_scales`, while the tensors are read.
+    """
+    modules = resolved.runner.modules if resolved.runner is not None else None
+    tensors = stored
+    if resolved.quantization is not None:
+        # As a folder's are, before they are joined.
+        dense = cast(Iterator[NamedTensor], without_kv_scales(tensors, kv_scales))
+        pieces = partial(quantised_pieces, family.rules)
+        shapes = stored_shapes(family.rules, params(resolved.spec))
+        tensors = join_scales(dense, resolved.quantization, pieces, checkpoint.names, shapes)
+    tensors = tensors if modules is None else chain(tensors, module_tensors(modules))
+    tensors = chain(tensors, side_tensors(checkpoint.folder, family.side_files))
+    return tensors if family.adapter is None else merge_adapter(tensors, family.adapter)
+
+
+def read_matrices(resolved: Resolved, checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Weight]:
+    """Yield these parameters of a running model again, as its checkpoint has them, in any order.
+
+    `--quantization` does not change them. A sharded checkpoint yields none. Raises WeightError.
+    """
+    if isinstance(checkpoint, ShardedCheckpoint):
+        return
+    assert resolved.family is not None, "the model has a spec"
+    assert isinstance(resolved.spec, ModelSpec)
+    config = resolved.config
+    shapes = params(resolved.spec)
+    if config.load.load_format == "dummy":
+        weights = dummy_weights(shapes, config.model.seed, resolved.dtype, resolved.schemes)
+        yield from ((name, value) for name, value in weights if name in names)
+        return
+    family = checkpoint.family(resolved.family)
+    wanted = frozenset(names)
+    use = tensor_uses(family.rules, shapes)
+    tensors = _model_tensors(resolved, family, checkpoint, iter(checkpoint.tensors()), {})
+    needed = ((name, each) for name, each in tensors if not wanted.isdisjoint(param.name for param in use(name).params))
+    found = (weight for weight in apply_rules(family.rules, shapes, needed) if weight[0] in wanted)
+    yield from islice(found, len(wanted))
 
 
 def read_drafter(config: EngineConfig, drafter: ResolvedDrafter, checkpoint: Checkpoint) -> Iterator[Weight]:

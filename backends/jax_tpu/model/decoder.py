@@ -42,7 +42,7 @@ from pagoda.backends.jax_tpu.model.layout import (
     scratch_depths,
     segments,
 )
-from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxEmbeddingLora, JaxLora, expand
+from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxEmbeddingLora, JaxLora, JaxSlotCopies
 from pagoda.backends.jax_tpu.model.mixers.registry import ops_of
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, JaxBuildContext, ParameterStack, project
 from pagoda.backends.jax_tpu.model.slots import padded
@@ -121,6 +121,9 @@ class JaxDecoder(nnx.Module):
         self.embed_lora = None if build.lora is None else JaxEmbeddingLora(vocab, embed_width, build)
         head_outputs = (AdapterOutputs("V", (vocab,)),)
         self.head_lora = None if build.lora is None else JaxLora("D", embed_width, head_outputs, build)
+        copies = () if build.lora is None else build.lora.copies
+        self.embed_copies = JaxSlotCopies(vocab, embed_width, build) if "embed" in copies else None
+        self.head_copies = JaxSlotCopies(vocab, embed_width, build) if "head" in copies else None
         alone = replace(build, repeats=1, lora=None)
         self.blocks = nnx.List(
             [
@@ -242,7 +245,9 @@ class JaxDecoder(nnx.Module):
         logits = project(hidden, head[...], dtype=jnp.float32)
         if self.lora is not None and self.head_lora is not None and adapter_slots is not None:
             mask = slot_mask(adapter_slots, self.lora.rank, self.lora.slots)
-            logits = logits + self.head_lora(hidden, mask, jnp.float32)[0]
+            if self.head_copies is not None:
+                logits = self.head_copies.logits(logits, hidden, mask)
+            logits = self.head_lora(hidden, mask, jnp.float32)[0].on(logits)
         if self.head_bias is not None:
             logits = logits + self.head_bias[...].astype(jnp.float32)
         logits = jax.lax.all_gather(logits, MODEL, axis=1, tiled=True) * self.spec.logit_scale
@@ -271,8 +276,10 @@ class JaxDecoder(nnx.Module):
             token_ids = without_rows(token_ids)
         x = lookup(self.embed[...], token_ids)
         if self.embed_lora is not None and step.adapter_mask is not None:
-            low = jnp.where(step.adapter_mask, lookup(self.embed_lora.b[...], token_ids), 0)
-            x = x + expand(low, self.embed_lora.a[...], x.dtype)
+            if self.embed_copies is not None:
+                x = self.embed_copies.embeddings(x, token_ids, step.adapter_mask)
+            rows = lookup(self.embed_lora.b[...], token_ids)
+            x = self.embed_lora(rows, step.adapter_mask, x.dtype).on(x)
         if embedding.scale != 1.0:
             x = x * jnp.asarray(embedding.scale, x.dtype)  # rounded to the weights' dtype, as in training
         if rows is not None:

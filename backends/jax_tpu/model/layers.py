@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from flax import nnx
 
-from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxExpertLora, JaxLora
+from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxExpertLora, JaxLora, stacked
 from pagoda.backends.jax_tpu.model.parameters import AnyStep, GroupedMatrix, JaxBuildContext, project
 from pagoda.backends.jax_tpu.parallel import MODEL
 from pagoda.common.engine.steps.contract import FIRST_ROW
@@ -266,7 +266,7 @@ class MlpFfn(nnx.Module):
         parts = project(x, self.inner, step)
         parts = parts if added is None else parts + added
         if self.lora_in is not None and step.adapter_mask is not None:
-            parts = parts + jnp.stack(self.lora_in(x, step.adapter_mask), 1)
+            parts = stacked(self.lora_in(x, step.adapter_mask), 1).on(parts)
         if self.inner_bias is not None:
             parts = parts + self.inner_bias[...]
         if self.spec.sparsity:
@@ -284,7 +284,7 @@ class MlpFfn(nnx.Module):
         out = project(hidden, self.down, step)
         if self.lora_out is None or step.adapter_mask is None:
             return out
-        return out + self.lora_out(hidden, step.adapter_mask)[0]
+        return self.lora_out(hidden, step.adapter_mask)[0].on(out)
 
     def _activate(self, parts: jax.Array) -> jax.Array:
         if self.spec.learned is None or self.curvature_p is None or self.curvature_n is None:

@@ -138,6 +138,7 @@ class LoraForm:
     slots: int
     rank: int  # of every slot
     dtype: str  # of the matrices
+    copies: tuple[str, ...] = ()  # matrices of which a slot has room for a whole copy: `embed`, `head` or both
     fully_sharded: bool = False  # both matrices are sharded over the devices, where their sizes divide
 
     @property

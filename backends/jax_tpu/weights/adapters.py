@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.backends.jax_tpu.model.lora import slot_axis
+from pagoda.backends.jax_tpu.model.lora import entries_per_slot, slot_axis
 from pagoda.backends.jax_tpu.model.mixers.registry import ops_of
 from pagoda.backends.jax_tpu.model.model import Leaves, Model
 from pagoda.backends.jax_tpu.parallel import named_sharding
@@ -64,9 +64,12 @@ class AdapterWriter:
         projections = self._projections()
         modules = _modules(self.model)
         ordered = half_split(self.model.spec, ((name, each.b) for name, each in weights.matrices.items()))
+        scaled = ((name, each.factor[:, None]) for name, each in weights.matrices.items() if each.factor is not None)
+        factors = {name: np.asarray(factor)[:, 0] for name, factor in half_split(self.model.spec, scaled)}
         for name, b in ordered:
             if name in projections:  # not values that are keys
-                matrix = LowRank(weights.matrices[name].a, np.asarray(b))
+                given = weights.matrices[name]
+                matrix = LowRank(given.a, np.asarray(b), factors.get(name), given.copy)
                 _put(arrays, name, matrix, places[name], modules[name], projections[name])
         return tuple(
             jax.make_array_from_callback(array.shape, _slot(self.model, index).sharding, array.__getitem__)
@@ -98,13 +101,21 @@ class AdapterWriter:
 def _put(
     arrays: Mapping[Path, Array], name: str, matrix: LowRank, placement: Placement, module: Path, number: int
 ) -> None:
-    """Write a matrix of rank R into the first R ranks of its arrays, padding the others' axes."""
+    """Write a matrix of rank R into the first R ranks of its arrays, padding the others' axes, and DoRA's factors."""
     rank = matrix.a.shape[-2]
+    if matrix.copy is not None:
+        arrays[f"{name}_copies", "rows"][0, : len(matrix.copy)] = matrix.copy
+        arrays[f"{name}_copies", "used"][0] = 1
+    growth = None if matrix.factor is None else matrix.factor - 1
     if name == "embed":
         arrays[*module, "b"][: len(matrix.b), :rank] = matrix.b
         arrays[*module, "a"][:rank] = matrix.a
+        if growth is not None:
+            arrays[*module, "growth"][0] = growth
         return
     if name == "head":
+        if growth is not None:
+            arrays[*module, "growth", 0][0, : len(growth)] = growth
         arrays[*module, "a"][0, :rank] = matrix.a
         arrays[*module, "b", 0][:rank, : len(matrix.b)] = matrix.b.T
         return
@@ -125,10 +136,18 @@ def _put(
         b = matrix.b.T
     else:
         a = matrix.a
-        b = np.moveaxis(np.asarray(placement.arrange(matrix.b))[0], -1, 0)
-        b = b[:, 0] if ".ffn." in name else b  # the axis of gate and up
+        b = _outputs(name, matrix.b, placement)
+        growth = None if growth is None else _outputs(name, growth[:, None], placement)[0]
+    if growth is not None:
+        arrays[*module, "growth", number][repeat, 0, : len(growth)] = growth
     arrays[*module, "a"][repeat, number, :rank, : a.shape[1]] = a
     arrays[*module, "b", number][repeat, :rank, : b.shape[1]] = b
+
+
+def _outputs(name: str, rows: Array, placement: Placement) -> Array:
+    """Return a B [F, n] as [n, ...] with the outputs in the order, and the axes, of the decoder's matrix."""
+    arranged = np.moveaxis(np.asarray(placement.arrange(rows))[0], -1, 0)
+    return arranged[:, 0] if ".ffn." in name else arranged  # without the axis of gate and up
 
 
 def _slot(model: Model, index: int) -> jax.ShapeDtypeStruct:
@@ -138,7 +157,7 @@ def _slot(model: Model, index: int) -> jax.ShapeDtypeStruct:
     assert model.lora is not None, "has slots"
     ranks = slot_axis(axes)
     assert ranks is not None, "an array of adapters"
-    shape = (*leaf.shape[:ranks], model.lora.rank, *leaf.shape[ranks + 1 :])
+    shape = (*leaf.shape[:ranks], entries_per_slot(axes, model.lora.rank), *leaf.shape[ranks + 1 :])
     whole = f"{axes[:ranks]}.{axes[ranks + 1 :]}"  # those of one slot need not divide
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=named_sharding(model.mesh, whole))
 
@@ -153,7 +172,9 @@ def write_slot(model: Model, arrays: Leaves, parts: Leaves, slot: jax.Array) -> 
     assert model.lora is not None, "has slots"
     written = []
     for index, array, part in zip(model.adapter_leaves, arrays, parts):
-        axis = slot_axis(model.axes[index])
+        axes = model.axes[index]
+        axis = slot_axis(axes)
         assert axis is not None, "an array of adapters"
-        written.append(jax.lax.dynamic_update_slice_in_dim(array, part, slot * model.lora.rank, axis))
+        begin = slot * entries_per_slot(axes, model.lora.rank)
+        written.append(jax.lax.dynamic_update_slice_in_dim(array, part, begin, axis))
     return tuple(written)

@@ -21,8 +21,16 @@ from pagoda.backends.reference.execution import TokenSlots
 from pagoda.backends.reference.model.linear import InvariantLinear, Linear, PlainLinear
 from pagoda.backends.reference.model.numerics import Numerics
 from pagoda.common.models.primitives import Param
-from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, slot_elements
+from pagoda.common.weights.lora.weights import (
+    AdapterWeights,
+    LoraOptions,
+    LowRank,
+    copy_elements,
+    factor_elements,
+    slot_elements,
+)
 
+_HEAD: Final = "head"
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -57,10 +65,16 @@ class ActiveAdapters:
 
 
 class SlotMatrices:
-    """The matrices of all slots for one linear layer of P fused parameters."""
+    """The matrices of all slots for one linear layer of P fused parameters.
 
-    def __init__(self, sizes: Sequence[int], width: int, options: LoraOptions, numerics: Numerics) -> None:
-        """`sizes`: outputs of each parameter; `width`: inputs."""
+    A slot of a DoRA adapter has a factor of each output, too, by which the base matrix's product, without the layer's
+    bias, is multiplied. A slot may have a layer with a whole copy of the matrix, in place of the base's.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], width: int, options: LoraOptions, numerics: Numerics, bias: Tensor | None = None
+    ) -> None:
+        """`sizes`: outputs of each parameter; `width`: inputs; `bias` [F]: the layer's."""
         self._sizes = tuple(sizes)
         self._rank = options.max_rank
         self._count = options.slots
@@ -71,6 +85,9 @@ class SlotMatrices:
         self.a = torch.zeros(len(sizes), options.slots, options.max_rank, width, dtype=self._dtype)
         self.b = [torch.zeros(size, options.slots, options.max_rank, dtype=self._dtype) for size in sizes]
         self._filled = [[False] * len(sizes) for _ in range(options.slots)]
+        self._bias = None if bias is None else bias.float()
+        self._factors: dict[int, tuple[Tensor, Tensor | None]] = {}  # slot -> factors [F], what is added then [F]
+        self._copies: dict[int, Linear] = {}
 
     def fill(self, slot: int, factors: Sequence[LowRank | None]) -> None:
         """Replace a slot's matrices; None: zero."""
@@ -85,6 +102,22 @@ class SlotMatrices:
                 self.b[part][:, slot, :rank] = self._rounded_tensor(pair.b)
                 self.b[part][:, slot, rank:] = 0
             self._filled[slot][part] = pair is not None
+        self._fill_factors(slot, [None if pair is None else pair.factor for pair in factors])
+
+    def replace(self, slot: int, layer: Linear | None) -> None:
+        """Let the tokens of a slot be multiplied by this layer in place of the base's; None: by the base's."""
+        self._copies.pop(slot, None)
+        if layer is not None:
+            self._copies[slot] = layer
+
+    def _fill_factors(self, slot: int, factors: Sequence[np.ndarray | None]) -> None:
+        self._factors.pop(slot, None)
+        if any(part is not None for part in factors):
+            ones = [np.ones(size, np.float32) for size in self._sizes]
+            factor = torch.from_numpy(
+                np.concatenate([one if part is None else part for one, part in zip(ones, factors)])
+            )
+            self._factors[slot] = factor, None if self._bias is None else (1 - factor) * self._bias
 
     def _rounded_tensor(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -96,7 +129,34 @@ class SlotMatrices:
             return y
         if y.dtype != torch.float32 and not y.is_contiguous():
             y = y.contiguous()
+        if self._copies:
+            self._multiply_copies(x, y, tokens)
+        if self._factors:
+            self._scale(y, tokens)
         return self._add_apart(x, y, tokens) if tokens.are_apart or self._invariant else self._add_all(x, y, tokens)
+
+    def _multiply_copies(self, x: Tensor, y: Tensor, tokens: TokenSlots) -> None:
+        """Write the products of slots that have a copy of the matrix to their rows of y."""
+        for slot in tokens.used:
+            if (layer := self._copies.get(slot)) is not None:
+                rows = tokens.tokens[slot]
+                if rows is None:
+                    y.copy_(layer(x))
+                else:
+                    y.index_copy_(0, rows, layer(x[rows]).to(y.dtype))
+
+    def _scale(self, y: Tensor, tokens: TokenSlots) -> None:
+        """Multiply the rows of y of DoRA adapters by their factors, in place."""
+        for slot in tokens.used:
+            if (scaling := self._factors.get(slot)) is not None:
+                factor, rest = scaling
+                rows = tokens.tokens[slot]
+                scaled = (y if rows is None else y[rows]).float() * factor
+                scaled = (scaled if rest is None else scaled + rest).to(y.dtype)
+                if rows is None:
+                    y.copy_(scaled)
+                else:
+                    y.index_copy_(0, rows, scaled)
 
     def _used(self, tokens: TokenSlots) -> list[int]:
         return [slot for slot in tokens.used if any(self._filled[slot])]
@@ -159,38 +219,80 @@ class AdapterMatrices:
         self._numerics = numerics
         self._layers: dict[tuple[tuple[str, ...], int | None], SlotMatrices] = {}  # by parameters, and expert
         self._lock = threading.Lock()
-        self._embed: list[tuple[Tensor, Tensor] | None] = [None] * options.slots  # b [V, R], a [R, D]
+        # Of each slot b [V, R], a [R, D], and DoRA's factors [D].
+        self._embed: list[tuple[Tensor, Tensor, Tensor | None] | None] = [None] * options.slots
+        self._tables: dict[int, Tensor] = {}  # slot -> its embedding table [V, D], in place of the base's
+        self._copy_head: Callable[[Tensor], Linear] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots."""
-        elements = slot_elements(self.adaptable.values(), self.options.max_rank)
-        return self.options.slots * elements * self._numerics.compute.itemsize
+        matrices = self.adaptable.values()
+        factors = 2 * factor_elements(matrices) * torch.float32.itemsize
+        of_slot = slot_elements(matrices, self.options.max_rank) * self._numerics.compute.itemsize
+        copies = copy_elements(self.adaptable, self.options.copies) * self._numerics.compute.itemsize
+        return self.options.slots * (of_slot + factors + copies)
 
     def adapted(
-        self, layer: Linear, names: Sequence[str], sizes: Sequence[int], width: int, expert: int | None = None
+        self,
+        layer: Linear,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        width: int,
+        *,
+        bias: Tensor | None,
+        expert: int | None = None,
     ) -> Linear:
         """Return the layer of these parameters with what adapters add to it; itself if none of them is adaptable.
 
-        `sizes`: outputs of each parameter; `width`: inputs; `expert`: its number, of a parameter that has all experts.
+        `sizes`: outputs of each parameter; `width`: inputs; `bias`: the layer's, of all outputs; `expert`: its number,
+        of a parameter that has all experts.
         """
         if not any(name in self.adaptable for name in names):
             return layer
         key = tuple(names), expert
         with self._lock:  # layers are packed in several threads
             if key not in self._layers:
-                self._layers[key] = SlotMatrices(sizes, width, self.options, self._numerics)
+                self._layers[key] = SlotMatrices(sizes, width, self.options, self._numerics, bias)
         return AdaptedLinear(layer, self._layers[key].add, self.active)
+
+    def head(
+        self, layer: Linear, vocab: int, width: int, bias: Tensor | None, make: Callable[[Tensor], Linear]
+    ) -> Linear:
+        """Return the output head with what adapters add to it. `make`: returns the head with another weight [V, D]."""
+        self._copy_head = make
+        return self.adapted(layer, (_HEAD,), [vocab], width, bias=bias)
 
     def fill(self, slot: int, weights: AdapterWeights) -> None:
         """Replace the adapter in a slot."""
+        self._fill_copies(slot, weights)
         for (names, expert), matrices in self._layers.items():
             matrices.fill(slot, [_of_expert(weights.matrices.get(name), expert) for name in names])
         table = weights.matrices.get("embed")
         compute = self._numerics.compute
         self._embed[slot] = None
         if table is not None:
-            self._embed[slot] = torch.from_numpy(table.b).to(compute), torch.from_numpy(table.a).to(compute)
+            factor = None if table.factor is None else torch.from_numpy(table.factor)
+            self._embed[slot] = torch.from_numpy(table.b).to(compute), torch.from_numpy(table.a).to(compute), factor
+
+    def _fill_copies(self, slot: int, weights: AdapterWeights) -> None:
+        self._tables.pop(slot, None)
+        head = weights.matrices.get(_HEAD)
+        if (matrices := self._layers.get(((_HEAD,), None))) is not None:
+            layer = None
+            if head is not None and head.copy is not None:
+                assert self._copy_head is not None, "it has slots"
+                layer = self._copy_head(self._rounded_copy(head.copy))
+            matrices.replace(slot, layer)
+        table = weights.matrices.get("embed")
+        if table is not None and table.copy is not None:
+            self._tables[slot] = self._rounded_copy(table.copy)
+
+    def _rounded_copy(self, copy: np.ndarray) -> Tensor:
+        """Return a whole matrix in the type of the base model's weights."""
+        tensor = torch.from_numpy(copy)
+        rounded = _DTYPES.get(self.options.dtype, torch.float32)
+        return tensor.to(rounded).to(self._numerics.weights, copy=True)
 
     def add_to_embeddings(self, token_ids: Tensor, x: Tensor) -> Tensor:
         """token_ids int64 [T], rows of the embedding table x [T, D] -> x with what the tokens' adapters add."""
@@ -199,11 +301,15 @@ class AdapterMatrices:
             return x
         for slot in tokens.used:
             if (factors := self._embed[slot]) is not None:
-                table, out = factors
+                table, out, factor = factors
                 rows = tokens.tokens[slot]
                 ids = token_ids if rows is None else token_ids[rows]
-                added = (table[ids] @ out).to(x.dtype)
-                x = x + added if rows is None else x.index_add(0, rows, added)
+                base = x if rows is None else x[rows]
+                if (copy := self._tables.get(slot)) is not None:
+                    base = F.embedding(ids, copy).to(x.dtype)
+                base = base if factor is None else (base.float() * factor).to(x.dtype)
+                adapted = base + (table[ids] @ out).to(x.dtype)
+                x = adapted if rows is None else x.index_copy(0, rows, adapted)
         return x
 
 

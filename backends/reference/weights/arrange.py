@@ -93,8 +93,12 @@ class NamedWeights:
             weights = [weights[0].clone()]
         biases = [self.get(f"{name}_bias") for name in names]
         present = [bias for bias in biases if bias is not None]
-        layer = linear(weights, torch.cat(present) if present else None, self.numerics, precise=precise)
-        return layer if self._adapters is None else self._adapters.adapted(layer, names, *sizes(weights), self._expert)
+        bias = torch.cat(present) if present else None
+        layer = linear(weights, bias, self.numerics, precise=precise)
+        if self._adapters is None:
+            return layer
+        outputs, width = sizes(weights)
+        return self._adapters.adapted(layer, names, outputs, width, bias=bias, expert=self._expert)
 
     def convolution(self, *names: str) -> Convolution:
         """Return one convolution of the channels of several."""

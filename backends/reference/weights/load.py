@@ -25,7 +25,7 @@ from pagoda.backends.reference.model.params import ModelParams
 from pagoda.backends.reference.model.quantized.blocks import keeps
 from pagoda.backends.reference.model.quantized.compiled import lanes
 from pagoda.backends.reference.model.quantized.layer import computes
-from pagoda.backends.reference.weights.arrange import NamedWeights, sizes
+from pagoda.backends.reference.weights.arrange import NamedWeights
 from pagoda.backends.reference.weights.layers import load_beside_layers, load_layer
 from pagoda.common.backend import Weight
 from pagoda.common.errors import WeightError
@@ -128,7 +128,14 @@ class Packer:
         if self._head_scheme is not None and isinstance(weight, Tensor):
             weight = quantize(to_numpy(weight), self._head_scheme)
         layer = float32_linear(weight, bias, self.numerics)
-        return layer if self._adapters is None else self._adapters.adapted(layer, ("head",), *sizes([weight]))
+        if self._adapters is None:
+            return layer
+        vocab, width = weight.shape
+
+        def with_weight(copy: Tensor) -> Linear:
+            return float32_linear(copy, bias, self.numerics)
+
+        return self._adapters.head(layer, vocab, width, bias, with_weight)
 
     def _keeps(self, name: str, value: QuantizedTensor) -> bool:
         """Return whether a parameter stays quantised: matrices of layers or the head that compute so, and blocks.

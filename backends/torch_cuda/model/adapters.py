@@ -6,11 +6,18 @@ outputs are sharded each rank has its rows of B, and of one whose inputs are, it
 With --fully-sharded-loras the other matrix is sharded, too. Where the outputs are, each rank multiplies by some rows
 of A, whose products are gathered; where the inputs are, A x is summed over the ranks, and each has some rows of B.
 Those of experts, and the embedding table's, are not.
+
+DoRA's factors lie beside B: a rank has those of its outputs. The factors of a matrix whose inputs are sharded multiply
+each rank's partial sum, the bias left out, which one rank adds. Experts have none, nor has --fully-sharded-loras.
+
+With --lora-modules-to-save each slot has room for a whole embedding table or output head, of which a rank has its rows.
+The products of a step's tokens with the head of their slot are those of an A with as many ranks as the rank has tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
@@ -36,7 +43,7 @@ from pagoda.backends.torch_cuda.weights.arrange import RankLayout, TensorSlice
 from pagoda.backends.torch_decoder.ops import Linear
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, adaptable
+from pagoda.common.weights.lora.weights import AdapterWeights, Float32, LoraOptions, LowRank, adaptable
 from pagoda.common.weights.rope_order import half_split
 
 _EMBED = "embed"
@@ -60,6 +67,18 @@ def _placement(layout: RankLayout, name: str) -> TensorSlice | None:
     if name == _HEAD and _HEAD not in layout.placements:
         return layout.placements[_EMBED]
     return layout.placements.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCopies:
+    """A rank's rows of a whole matrix, of each slot."""
+
+    weights: Tensor  # [slots, V, D]; V: the rank's rows, padded to whole blocks of the kernel
+    rows: Tensor  # int32 [slots + 1]: V of a slot that has a copy, else 0; the last one is of rows without an adapter
+
+    def has(self, slots: Tensor) -> Tensor:
+        """Return which of these slots, int32 [T], have a copy: bool [T, 1]."""
+        return self.rows.index_select(0, slots)[:, None] > 0
 
 
 class CudaAdapters:
@@ -97,6 +116,7 @@ class CudaAdapters:
         self._experts: dict[str, int] = {}  # stack of experts -> their number
         for name, ranks in zip(self._parts, self._ranks):
             self._stacks[name] = self._allocate(name, layout, dtype, ranks[: options.slots], empty)
+        self._copies = {name: self._allocate_copies(name, layout, dtype, empty) for name in options.copies}
         self._resident: dict[int, AdapterWeights] = {}
         self._rows: AdapterRows | None = None
         self.clear()
@@ -137,7 +157,9 @@ class CudaAdapters:
         if name == _EMBED:
             table = empty((slots, outputs, self._rank), dtype)
             back = empty((slots, inputs, self._rank), dtype)
-            return AdapterStack(table, back, ranks, output_sections([(0, inputs)]).to(self._device.torch))
+            sections = output_sections([(0, inputs)]).to(self._device.torch)
+            factors, scaled = self._allocate_factors(inputs, empty)
+            return AdapterStack(table, back, ranks, sections, factors=factors, scaled=scaled)
         if experts:
             self._experts[name] = experts[0]
             slots *= experts[0]
@@ -147,11 +169,28 @@ class CudaAdapters:
         if self._shared.get(name) == "outputs":
             outputs = _extent(self._own_outputs(outputs))
             spans = [(0, outputs)]
+        factors, scaled = (None, None) if experts else self._allocate_factors(outputs, empty)
         return AdapterStack(
-            empty((slots, len(parts) * rank, inputs), dtype),
-            empty((slots, outputs, self._rank), dtype),
-            ranks,
-            output_sections(spans).to(self._device.torch),
+            a=empty((slots, len(parts) * rank, inputs), dtype),
+            b=empty((slots, outputs, self._rank), dtype),
+            ranks=ranks,
+            sections=output_sections(spans).to(self._device.torch),
+            factors=factors,
+            scaled=scaled,
+        )
+
+    def _allocate_factors(self, outputs: int, empty: Empty) -> tuple[Tensor | None, Tensor | None]:
+        """Return DoRA's factors of a stack, and which slots have any; None where no adapter may have them."""
+        if self._options.fully_sharded:
+            return None, None
+        return empty((self.slots, outputs), torch.float32), empty((self.slots,), torch.int32)
+
+    def _allocate_copies(self, name: str, layout: RankLayout, dtype: torch.dtype, empty: Empty) -> SlotCopies:
+        """Return the room for whole copies of the embedding table or the output head."""
+        outputs, inputs = layout.shapes[self._tensor(name, layout)]
+        return SlotCopies(
+            weights=empty((self.slots, padded_rank(outputs), inputs), dtype),
+            rows=empty((self.slots + 1,), torch.int32),
         )
 
     @property
@@ -164,7 +203,10 @@ class CudaAdapters:
         """Return the bytes of all slots on the device."""
         ranks = sum(self._stacks[name].ranks.nbytes for name in self._experts)
         ranks += self._own_ranks.nbytes
-        return self._ranks.nbytes + ranks + sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
+        factors = sum(array.nbytes for stack in self._stacks.values() for array in stack.scaling or ())
+        matrices = sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
+        copies = sum(copies.weights.nbytes + copies.rows.nbytes for copies in self._copies.values())
+        return self._ranks.nbytes + ranks + factors + matrices + copies
 
     def clear(self) -> None:
         """Make all slots empty, whatever the memory holds."""
@@ -175,6 +217,11 @@ class CudaAdapters:
             stack.a.zero_()
             stack.b.zero_()
             stack.ranks.zero_()
+            for array in stack.scaling or ():
+                array.zero_()
+        for copies in self._copies.values():
+            copies.weights.zero_()
+            copies.rows.zero_()
 
     def restore(self) -> None:
         """Write the adapters again that the slots had before their memory was lost."""
@@ -194,13 +241,20 @@ class CudaAdapters:
             stack = self._stacks[name]
             if (experts := self._experts.get(name)) is not None:
                 stack.ranks.view(-1, experts)[slot].fill_(weights.rank if given else 0)
+            if stack.scaled is not None:
+                stack.scaled[slot].fill_(int(any(matrix.factor is not None for matrix in given.values())))
             if not given:
                 continue
             ranks[number] = weights.rank
+            if stack.factors is not None and any(matrix.factor is not None for matrix in given.values()):
+                stack.factors[slot].copy_(self._factors(name, stack.factors.shape[1], given, parts))
             if name == _EMBED:
                 self._write_embedding(stack, slot, given[_EMBED], parts[_EMBED])
             else:
                 self._write(name, slot, given, parts)
+        for name, copies in self._copies.items():
+            matrix = matrices.get(name)
+            self._write_copy(copies, slot, None if matrix is None else matrix.copy, self._parts[name][name])
         self._ranks[:, slot].copy_(torch.from_numpy(ranks))
         self._own_ranks[:, slot].copy_(torch.from_numpy(np.where(ranks, self._own_rank, 0).astype(np.int32)))
 
@@ -230,6 +284,18 @@ class CudaAdapters:
         stack.a[first_slot : first_slot + count].copy_(a.flatten(1, 2))
         stack.b[first_slot : first_slot + count].copy_(b)
 
+    @staticmethod
+    def _factors(name: str, outputs: int, given: Mapping[str, LowRank], parts: Mapping[str, TensorSlice]) -> Tensor:
+        """Return a rank's factors [O] of a slot, 1 but for those of `given`."""
+        factors = torch.ones(outputs)
+        for part, matrix in given.items():
+            if matrix.factor is not None and name == _EMBED:
+                factors[: len(matrix.factor)] = torch.from_numpy(matrix.factor)
+            elif matrix.factor is not None:
+                rows = np.ascontiguousarray(matrix.factor[parts[part].cut[0]])
+                factors[parts[part].into[0]] = torch.from_numpy(rows)
+        return factors
+
     def _write_embedding(self, stack: AdapterStack, slot: int, matrix: LowRank, placement: TensorSlice) -> None:
         table = torch.zeros(stack.a.shape[1:], dtype=stack.a.dtype)
         back = torch.zeros(stack.b.shape[1:], dtype=stack.b.dtype)
@@ -240,6 +306,15 @@ class CudaAdapters:
         stack.a[slot].copy_(table)
         stack.b[slot].copy_(back)
 
+    @staticmethod
+    def _write_copy(copies: SlotCopies, slot: int, copy: Float32 | None, placement: TensorSlice) -> None:
+        """Write this rank's rows of a whole matrix [V, D]; None: the slot has none."""
+        _, rows, _ = copies.weights.shape
+        copies.rows[slot].fill_(0 if copy is None else rows)
+        if copy is not None:
+            own = torch.from_numpy(np.ascontiguousarray(copy[placement.cut[0]]))
+            copies.weights[slot, placement.into[0]].copy_(own)
+
     # A step.
 
     def begin(self, slots: Tensor | None, *, batch_invariant: bool = False) -> None:
@@ -249,25 +324,25 @@ class CudaAdapters:
     def _sorted(self, slots: Tensor, batch_invariant: bool) -> AdapterRows:
         return sort_by_slot(slots, self.slots, batch_invariant=batch_invariant, use_kernel=self._device.use_kernels)
 
-    def wrap(self, name: str, layer: Linear) -> Linear:
-        """Return a linear map with its adapters; the map itself if it has none."""
+    def wrap(self, name: str, layer: Linear, bias: Tensor | None) -> Linear:
+        """Return a linear map with its adapters; the map itself if it has none. `bias`: what this rank's map adds."""
         stack = self._stacks.get(name)
         if stack is None:
             return layer
 
         def adapted(x: Tensor) -> Tensor:
             y = layer(x)
-            return y if self._rows is None else self._add_named(name, y, x, self._rows)
+            return y if self._rows is None else self._add_named(name, y, x, self._rows, bias)
 
         return adapted
 
-    def _add_named(self, name: str, y: Tensor, x: Tensor, rows: AdapterRows) -> Tensor:
-        """Add those of a stack to y [T, O] in place; return y."""
+    def _add_named(self, name: str, y: Tensor, x: Tensor, rows: AdapterRows, bias: Tensor | None) -> Tensor:
+        """Add those of a stack to y [T, O], which has `bias`, in place; return y."""
         stack = self._stacks[name]
         shared = self._shared.get(name)
         comm = self._comm
         if shared is None:
-            return self._add(y, x, stack, rows)
+            return self._add(y, x, stack, rows, bias)
         x = x.to(stack.a.dtype)
         chip = self._device.chip
         parts = len(self._parts[name])
@@ -281,8 +356,8 @@ class CudaAdapters:
         low = low.view(len(x), comm.size, parts, self._own_rank).transpose(1, 2).reshape(len(x), -1)
         return add_expanded(y, low[None], stack, rows, chip)
 
-    def _add(self, y: Tensor, x: Tensor, stack: AdapterStack, rows: AdapterRows) -> Tensor:
-        return add_adapters(y, x.to(stack.a.dtype), stack, rows, self._device.chip)
+    def _add(self, y: Tensor, x: Tensor, stack: AdapterStack, rows: AdapterRows, bias: Tensor | None = None) -> Tensor:
+        return add_adapters(y, x.to(stack.a.dtype), stack, rows, self._device.chip, bias=bias)
 
     def of_experts(self, inner: str, down: str, *, batch_invariant: bool = False) -> ExpertAdapters | None:
         """Return what is added to the products of a mixture's experts in the current step; None: nothing.
@@ -313,6 +388,8 @@ class CudaAdapters:
         rows = self._rows
         if rows is None:
             return x
+        if (copies := self._copies.get(_EMBED)) is not None:
+            x = self._copied_embeddings(copies, x, token_ids, stack.a.shape[1], rows, comm)
         count = stack.a.shape[1]
         row = token_ids - comm.rank * count
         absent = (row < 0) | (row >= count) | (rows.slots == self.slots)
@@ -320,9 +397,39 @@ class CudaAdapters:
         h = F.embedding(index, stack.a.flatten(0, 1)).float().masked_fill(absent[:, None], 0)
         return add_expanded(x, comm.all_reduce(h)[None], stack, rows, self._device.chip)
 
-    def add_to_logits(self, logits: Tensor, hidden: Tensor, slots: Tensor, *, batch_invariant: bool = False) -> Tensor:
-        """Add those of the head to a rank's logits [R, V] of hidden [R, D] with these slots, in place; return them."""
-        return self._add_named(_HEAD, logits, hidden, self._sorted(slots, batch_invariant))
+    def _copied_embeddings(
+        self, copies: SlotCopies, x: Tensor, token_ids: Tensor, count: int, rows: AdapterRows, comm: Comm
+    ) -> Tensor:
+        """Return embeddings x [T, D] with those of the tables of slots that have one. `count`: a rank's tokens."""
+        row = token_ids - comm.rank * count
+        copied = copies.has(rows.slots)
+        absent = (row < 0) | (row >= count) | ~copied[:, 0]
+        index = (rows.slots * copies.weights.shape[1] + row).masked_fill(absent, 0)
+        own = F.embedding(index, copies.weights.flatten(0, 1)).to(x.dtype).masked_fill(absent[:, None], 0)
+        return torch.where(copied, comm.all_reduce(own), x)
+
+    def _copied_logits(
+        self, copies: SlotCopies, logits: Tensor, hidden: Tensor, rows: AdapterRows, bias: Tensor | None
+    ) -> Tensor:
+        """Return a rank's logits [R, V] with those of the heads of slots that have one."""
+        weights = copies.weights
+        x = hidden.to(weights.dtype)
+        product = shrunk(x, weights, copies.rows[:-1], weights.shape[1], rows, self._device.chip).sum(0)
+        product = product[:, : logits.shape[1]]
+        product = product if bias is None else product + bias
+        return torch.where(copies.has(rows.slots), product.to(logits.dtype), logits)
+
+    def add_to_logits(
+        self, logits: Tensor, hidden: Tensor, slots: Tensor, bias: Tensor | None, *, batch_invariant: bool = False
+    ) -> Tensor:
+        """Add those of the head to a rank's logits [R, V] of hidden [R, D] with these slots; return the result.
+
+        `bias` [V]: the head's, which the logits have.
+        """
+        rows = self._sorted(slots, batch_invariant)
+        if (copies := self._copies.get(_HEAD)) is not None:
+            logits = self._copied_logits(copies, logits, hidden, rows, bias)
+        return self._add_named(_HEAD, logits, hidden, rows, bias)
 
 
 def _extent(part: slice) -> int:
@@ -335,6 +442,10 @@ def _add_nothing(tokens: Tensor, experts: Tensor) -> tuple[Added, Added]:
 
 
 def _half_split(spec: ModelSpec, matrices: Mapping[str, LowRank]) -> dict[str, LowRank]:
-    """Return the matrices with the rows of B in the order of the model's."""
+    """Return the matrices with the rows of B, and their factors, in the order of the model's."""
     ordered = half_split(spec, ((name, matrix.b) for name, matrix in matrices.items()))
-    return {name: LowRank(matrices[name].a, np.asarray(b)) for name, b in ordered}
+    scaled = ((name, matrix.factor[:, None]) for name, matrix in matrices.items() if matrix.factor is not None)
+    factors = {name: np.asarray(factor)[:, 0] for name, factor in half_split(spec, scaled)}
+    return {
+        name: LowRank(matrices[name].a, np.asarray(b), factors.get(name), matrices[name].copy) for name, b in ordered
+    }

@@ -52,9 +52,10 @@ class CudaDecoder(TorchModel):
         tables = rotary_tables(spec.ropes, max_len, device.torch)
         super().__init__(spec, build, paged_makers(build, tables), tuple if offload is None else offload.wrap)
         self.build = build
+        self.head_bias = params.get("head_bias")
         self.head = linear(
             params["embed" if spec.tied else "head"],
-            params.get("head_bias"),
+            self.head_bias,
             device,
             batch_invariant=batch_invariant,
             dtype=torch.float32,
@@ -104,6 +105,6 @@ class CudaDecoder(TorchModel):
         of_rank = self.head(hidden)
         if adapters is not None and adapter_slots is not None:
             invariant = self.build.batch_invariant
-            of_rank = adapters.add_to_logits(of_rank, hidden, adapter_slots, batch_invariant=invariant)
+            of_rank = adapters.add_to_logits(of_rank, hidden, adapter_slots, self.head_bias, batch_invariant=invariant)
         gathered = self.build.comm.gather_last(of_rank)[:, : self.spec.vocab]
         return self.scaled(gathered.contiguous() if out is None else out.copy_(gathered))

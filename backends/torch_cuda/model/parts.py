@@ -130,7 +130,7 @@ class CudaBuildContext:
         weight = self.params.matrix(name)
         bias = self.params.get(f"{name}_bias")
         plain = linear(weight, bias, self.device, batch_invariant=self.batch_invariant)
-        return plain if self.adapters is None else self.adapters.wrap(name, plain)
+        return plain if self.adapters is None else self.adapters.wrap(name, plain, bias)
 
     def summed(self, name: str) -> Linear:
         """Return the linear map `name`, whose inputs are sharded, all-reduced over the ranks."""

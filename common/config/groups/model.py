@@ -288,6 +288,10 @@ LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank. An adapter's rank is padded to the next of them."""
 
 
+SAVED_MODULES: Final[Mapping[str, str]] = {"embed_tokens": "embed", "lm_head": "head"}
+"""Values of --lora-modules-to-save -> the parameter that an adapter may replace."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
     """LoRA adapters."""
@@ -305,6 +309,11 @@ class LoRAConfig:
     max_cpu_loras: int | None = option(
         None, "Maximum number of LoRA adapters cached in host memory, at least --max-loras; default: --max-loras."
     )
+    lora_modules_to_save: tuple[str, ...] = option(
+        (),
+        "Modules of which a LoRA adapter may bring a whole copy (modules_to_save of PEFT): embed_tokens, lm_head or "
+        "both. Each slot has room for a copy of each.",
+    )
     fully_sharded_loras: bool = option(False, "Shard all LoRA computation over the tensor-parallel devices.")
     default_mm_loras: Mapping[str, Any] = option(
         {},
@@ -318,10 +327,18 @@ class LoRAConfig:
         if self.max_lora_rank not in LORA_RANKS:
             ranks = ", ".join(map(str, LORA_RANKS))
             raise ConfigError("--max-lora-rank", f"{self.max_lora_rank} is not one of {ranks}")
+        if unknown := [name for name in self.lora_modules_to_save if name not in SAVED_MODULES]:
+            known = ", ".join(SAVED_MODULES)
+            raise ConfigError("--lora-modules-to-save", f"{unknown[0]} cannot be replaced per request; use {known}")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
                 "--max-cpu-loras", f"{self.max_cpu_loras} is below --max-loras {self.max_loras}; use at least that"
             )
+
+    @property
+    def copied_parameters(self) -> tuple[str, ...]:
+        """The parameters that an adapter may replace, in the order of `SAVED_MODULES`."""
+        return tuple(parameter for name, parameter in SAVED_MODULES.items() if name in self.lora_modules_to_save)
 
     @property
     def slots(self) -> int:

@@ -2,7 +2,8 @@
 
 A module `model.layers.0.self_attn.q_proj` of the base model has `lora_A.weight` [R, D] and `lora_B.weight` [F, R], an
 embedding `lora_embedding_A` [R, V] and `lora_embedding_B` [D, R]. The family's weight rules tell which parameter a
-module fills; of one that fills several, such as a fused q, k, v, each has the same A and rows of its own of B.
+module fills; of one that fills several, such as a fused q, k, v, each has the same A and rows of its own of B. With
+DoRA a module has `lora_magnitude_vector` [F], too, an embedding [D]. A module of `modules_to_save` has its `weight`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from pagoda.common.config.groups.model import SAVED_MODULES
 from pagoda.common.errors import ModelError, reading
 from pagoda.common.models.family import Rename, Rule, Split, Stack
 from pagoda.common.models.primitives import Param
@@ -23,7 +25,7 @@ from pagoda.common.weights.dtypes import to_float32
 from pagoda.common.weights.files import read_json
 from pagoda.common.weights.folder import WeightFile
 from pagoda.common.weights.lora.expert_parameters import expert_parameter
-from pagoda.common.weights.lora.weights import AdapterWeights, Float32, LowRank, rank_bucket
+from pagoda.common.weights.lora.weights import AdapterWeights, Float32, LowRank, has_factors, rank_bucket
 from pagoda.common.weights.rules import match_tensor, split_rows
 from pagoda.common.weights.safetensors import SafetensorsFile
 from pagoda.common.weights.torch_bin import TorchFile
@@ -31,8 +33,12 @@ from pagoda.common.weights.torch_bin import TorchFile
 CONFIG_FILE: Final = "adapter_config.json"
 _WEIGHT_FILES: Final = (("adapter_model.safetensors", SafetensorsFile), ("adapter_model.bin", TorchFile))
 _PREFIX: Final = "base_model.model."
-_PARTS: Final = re.compile(r"^(.*)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?$")
+_PARTS: Final = re.compile(
+    r"^(.*)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?$"
+)
+_SAVED: Final = re.compile(r"^(.*?)(?:\.modules_to_save(?:\.default)?)?\.(weight|bias)$")
 _EMBEDDING: Final = "lora_embedding_"
+_MAGNITUDE: Final = "lora_magnitude_vector"
 _LARGEST: Final = 65504.0  # The largest float16.
 
 # Keys of adapter_config.json that say nothing about what the adapter computes, or that its tensors say again.
@@ -62,6 +68,7 @@ class BaseModel:
     params: Mapping[str, Param]  # Parameters of the model.
     adaptable: Mapping[str, Param]  # Parameters that an adapter may change.
     max_rank: int  # Value of --max-lora-rank.
+    copied: tuple[str, ...] = ()  # Parameters that an adapter may replace, see `LoraOptions.copies`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,8 @@ class _Config:
     alphas: Mapping[str, float]
     parameters: tuple[str, ...]  # Last parts of the names in target_parameters.
     reads_inputs: bool  # The matrix lora_A of a parameter has its inputs, see `expert_parameters`.
+    scales_rows: bool  # DoRA: every module has magnitudes.
+    saved: tuple[str, ...]  # Names of the modules that the adapter has whole, or the last parts of the names.
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of a module's product, whose matrices have that rank. Raises ModelError for another one."""
@@ -116,15 +125,22 @@ def _read(folder: Path, base: BaseModel) -> AdapterWeights:
     config = _read_config(folder / CONFIG_FILE, base.max_rank)
     file = _open(folder)
     parts: dict[str, dict[str, Float32]] = {}
-    for name in file.sizes:
-        if (match := _PARTS.match(name)) is None:
-            _check_other(name, file, base)
-        else:
-            parts.setdefault(match[1].removeprefix(_PREFIX), {})[match[2]] = to_float32(file.tensor(name))
-    if not parts:
-        raise ModelError(f"{file.path}: has no LoRA matrices")
     builder = _Builder(base)
+    for name in file.sizes:
+        if (match := _PARTS.match(name)) is not None:
+            parts.setdefault(match[1].removeprefix(_PREFIX), {})[match[2]] = to_float32(file.tensor(name))
+        elif (module := _saved_module(name, config.saved)) is not None:
+            builder.add_copy(module, to_float32(file.tensor(name)), is_bias=name.endswith(".bias"))
+        else:
+            _check_other(name, file, base)
+    if missing := [name for name in config.saved if not builder.has_copy(name)]:
+        raise ModelError(f"{file.path}: modules_to_save has {missing[0]}, of which there is no tensor; save it again")
+    if not parts and not config.saved:
+        raise ModelError(f"{file.path}: has no LoRA matrices")
     for module, tensors in parts.items():
+        if config.scales_rows != (_MAGNITUDE in tensors):
+            kind = "is missing, though" if config.scales_rows else "is there, but not"
+            raise ModelError(f"module {module}: {_MAGNITUDE} {kind} use_dora is set in {CONFIG_FILE}; save it again")
         if not builder.add_experts(module, tensors, config):
             builder.add(module, tensors, config)
     return builder.weights()
@@ -138,12 +154,11 @@ def _read_config(path: Path, max_rank: int) -> _Config:
 
     if values.get("peft_type") != "LORA":
         raise fail("peft_type", f"is {values.get('peft_type')!r}; only LORA adapters are supported")
-    if values.get("use_dora"):
-        raise fail("use_dora", "is set: DoRA is not supported; merge the adapter into the checkpoint")
     if values.get("bias", "none") != "none" or values.get("lora_bias"):
         raise fail("bias", "is trained: adapters with biases are not supported; merge it into the checkpoint")
-    if values.get("modules_to_save"):
-        raise fail("modules_to_save", f"is {values['modules_to_save']}: whole modules are not supported; merge it")
+    saved = values.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise fail("modules_to_save", f"{saved!r} are not names of modules")
     initial = values.get("init_lora_weights")
     if isinstance(initial, str) and initial.lower().startswith(_CHANGED_BASE):
         raise fail(
@@ -168,7 +183,18 @@ def _read_config(path: Path, max_rank: int) -> _Config:
         raise fail("target_parameters", f"{parameters!r} are not names of parameters")
     last = tuple(dict.fromkeys(name.rpartition(".")[2] for name in parameters))
     reads_inputs = _version(values.get("peft_version")) >= _READS_INPUTS
-    return _Config(rank, alpha, bool(values.get("use_rslora")), ranks, alphas, last, reads_inputs)
+    scales_rows = bool(values.get("use_dora"))
+    return _Config(
+        rank=rank,
+        alpha=alpha,
+        rank_stabilised=bool(values.get("use_rslora")),
+        ranks=ranks,
+        alphas=alphas,
+        parameters=last,
+        reads_inputs=reads_inputs,
+        scales_rows=scales_rows,
+        saved=tuple(saved),
+    )
 
 
 def _version(value: object) -> tuple[int, ...]:
@@ -186,6 +212,17 @@ def _open(folder: Path) -> WeightFile:
         if (folder / name).is_file():
             return kind(folder / name)
     raise ModelError(f"{folder}: no {' or '.join(name for name, _ in _WEIGHT_FILES)}")
+
+
+def _saved_module(name: str, saved: Sequence[str]) -> str | None:
+    """Return the module whose whole weight or bias a tensor is; None if modules_to_save has it not."""
+    match = _SAVED.match(name.removeprefix(_PREFIX))
+    return match[1] if match is not None and any(_is_named(match[1], each) for each in saved) else None
+
+
+def _is_named(module: str, name: str) -> bool:
+    """Return whether modules_to_save means a module by this name: its own, or the end of it."""
+    return module == name or module.endswith(f".{name}")
 
 
 def _check_other(name: str, file: WeightFile, base: BaseModel) -> None:
@@ -213,7 +250,7 @@ def _factors(module: str, tensors: dict[str, Float32]) -> tuple[Float32, Float32
     """Return A, B, and whether they are of embeddings. Raises ModelError unless both are there and fit."""
     embedding = any(part.startswith(_EMBEDDING) for part in tensors)
     first, second = (f"{_EMBEDDING}A", f"{_EMBEDDING}B") if embedding else ("lora_A", "lora_B")
-    if tensors.keys() != {first, second}:
+    if tensors.keys() - {_MAGNITUDE} != {first, second}:
         raise ModelError(f"module {module}: {first} or {second} is missing")
     a = tensors[first]
     b = tensors[second]
@@ -242,6 +279,9 @@ class _Builder:
         self._base = base
         self._known = dict(base.params) | dict(base.adaptable)
         self._dense: dict[str, LowRank] = {}
+        self._magnitudes: dict[str, Float32] = {}
+        self._copies: dict[str, Float32] = {}
+        self._copied: list[str] = []  # Modules of which there is a copy.
         self._experts: dict[str, dict[int, LowRank]] = {}
 
     def add(self, module: str, tensors: dict[str, Float32], config: _Config) -> None:
@@ -257,6 +297,8 @@ class _Builder:
                 raise ModelError(f"module {module} ({target}) cannot have an adapter; merge it into the checkpoint")
         params = [self._base.adaptable[target] for target in match.targets]
         a, b = _pair(module, tensors, config, self._base.max_rank)
+        if config.scales_rows:
+            self._add_magnitudes(module, tensors, match.rule, params)
         match match.rule:
             case Rename():
                 self._dense[params[0].name] = _checked(module, params[0], params[0].shape, a, b)
@@ -275,6 +317,52 @@ class _Builder:
             case rule:
                 raise ModelError(f"module {module}: adapters of {type(rule).__name__} are not supported; merge it")
 
+    def _add_magnitudes(self, module: str, tensors: Mapping[str, Float32], rule: Rule, params: Sequence[Param]) -> None:
+        """Enter DoRA's magnitudes of a module. Raises ModelError for experts, or if they do not fit."""
+        values = tensors[_MAGNITUDE].reshape(-1)
+        if not all(has_factors(param) for param in params):
+            raise ModelError(f"module {module}: DoRA of experts is not supported; merge it into the checkpoint")
+        axis = 1 if params[0].name == "embed" else 0
+        expected = sum(param.shape[axis] for param in params)
+        if len(values) != expected:
+            raise ModelError(f"module {module}: {_MAGNITUDE} has {len(values)} numbers, the model's has {expected}")
+        _check_range(module, values)
+        if isinstance(rule, Split):
+            columns = [replace(param, shape=(param.shape[0], 1)) for param in params]
+            for name, rows in split_rows(module, values[:, None], rule, columns):
+                self._magnitudes[name] = np.ascontiguousarray(rows[:, 0])
+        else:
+            self._magnitudes[params[0].name] = values
+        for param in params:
+            self._magnitudes[param.name] = self._magnitudes[param.name] * np.float32(abs(param.scale))
+
+    def has_copy(self, name: str) -> bool:
+        """Return whether a module that modules_to_save calls so was entered."""
+        return any(_is_named(module, name) for module in self._copied)
+
+    def add_copy(self, module: str, weight: Float32, *, is_bias: bool) -> None:
+        """Enter the whole weight of a module. Raises ModelError if it cannot be replaced, or has another shape."""
+        match = None if is_bias else match_tensor(self._base.rules, f"{module}.weight", self._known)
+        target = match.targets[0] if match is not None and isinstance(match.rule, Rename) else ""
+        flags = [flag for flag, parameter in SAVED_MODULES.items() if parameter == target]
+        if not flags or target not in self._base.adaptable:
+            kind = "bias" if is_bias else "weight"
+            raise ModelError(
+                f"modules_to_save: the {kind} of {module} cannot be replaced per request, only the weights of "
+                f"{' and '.join(SAVED_MODULES)} can; merge the adapter into the checkpoint"
+            )
+        if target not in self._base.copied:
+            raise ModelError(
+                f"modules_to_save: a copy of {module} needs room in every slot; start the server with "
+                f"--lora-modules-to-save {flags[0]}, or merge the adapter into the checkpoint"
+            )
+        param = self._base.adaptable[target]
+        if weight.shape != param.shape:
+            raise ModelError(f"modules_to_save: {module} is {list(weight.shape)}, in the model {list(param.shape)}")
+        _check_range(module, weight)
+        self._copies[target] = weight if param.scale == 1 else weight * np.float32(param.scale)
+        self._copied.append(module)
+
     def add_experts(self, module: str, tensors: dict[str, Float32], config: _Config) -> bool:
         """Enter the factors of a parameter of all experts; False if the module is another. Raises ModelError."""
         if not config.parameters:
@@ -284,6 +372,8 @@ class _Builder:
         parameter = expert_parameter(module, shape, config.parameters, self._base.rules, self._known)
         if parameter is None:
             return False
+        if config.scales_rows:
+            raise ModelError(f"{parameter.name}: DoRA of experts is not supported; merge it into the checkpoint")
         for param in parameter.params:
             if param.name not in self._base.adaptable:
                 raise ModelError(f"{parameter.name} ({param.name}) cannot have an adapter; merge it")
@@ -300,7 +390,7 @@ class _Builder:
     def weights(self) -> AdapterWeights:
         """Return all matrices, padded to one rank."""
         every = [*self._dense.values(), *(matrix for experts in self._experts.values() for matrix in experts.values())]
-        rank = rank_bucket(max(matrix.a.shape[-2] for matrix in every))
+        rank = rank_bucket(max((matrix.a.shape[-2] for matrix in every), default=1))
         matrices = {name: _padded(factors, rank) for name, factors in self._dense.items()}
         for name, experts in self._experts.items():
             matrices[name] = _stacked(
@@ -310,7 +400,15 @@ class _Builder:
             values = f"{name.removesuffix('.k')}.v"
             if name.endswith(".k") and values in self._base.adaptable and values not in self._base.params:
                 matrices[values] = factors  # The values are the keys.
-        return AdapterWeights(rank, matrices)
+                if name in self._magnitudes:
+                    self._magnitudes[values] = self._magnitudes[name]
+        for name, copy in self._copies.items():
+            if name in matrices:
+                raise ModelError(f"modules_to_save: the adapter has a copy of {name}, and low-rank matrices of it, too")
+            outputs, inputs = copy.shape
+            a = np.zeros((rank, inputs), np.float32)
+            matrices[name] = LowRank(a, np.zeros((outputs, rank), np.float32), copy=copy)
+        return AdapterWeights(rank, matrices, self._magnitudes)
 
 
 def _checked(module: str, param: Param, shape: tuple[int, ...], a: Float32, b: Float32) -> LowRank:

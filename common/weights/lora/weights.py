@@ -6,7 +6,7 @@ Axis letters: F output channels, D input channels, E experts, V vocab, R rank.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -24,11 +24,20 @@ Float32 = npt.NDArray[np.float32]
 class LowRank:
     """The product b a that is added to a matrix [F, D]; of experts' matrices [E, F, D] one for each expert.
 
-    The embedding table is a matrix [V, D], too: row b[t] a is added to the embedding of token t.
+    The embedding table is a matrix [V, D], too: row b[t] a is added to the embedding of token t. With `factor`, as
+    DoRA has it, the base matrix W becomes diag(factor) W + b a; the embedding table becomes W diag(factor) + b a. With
+    `copy` that is in place of W.
     """
 
     a: Float32  # Shape [R, D] or [E, R, D].
     b: Float32  # Shape [F, R] or [E, F, R], multiplied by the adapter's scale.
+    factor: Float32 | None = None  # Shape [F], of the embedding table [D]; None: 1. Experts have none.
+    copy: Float32 | None = None  # Shape [F, D], of `LoraOptions.copies` alone, without a factor; None: the base's W.
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in (self.a, self.b, self.factor, self.copy) if array is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,11 +50,15 @@ class AdapterWeights:
 
     rank: int  # The R of every matrix, one of LORA_RANKS: smaller ones are padded with zeros.
     matrices: Mapping[str, LowRank]
+    # Parameter -> the lengths of the rows of W + b a, [F], that DoRA trains; of the embedding table those of the
+    # columns, [D]. The files of an adapter have them; `dora.with_factors` replaces them by the factors of `matrices`,
+    # and a backend is given none.
+    magnitudes: Mapping[str, Float32] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all matrices."""
-        return sum(matrix.a.nbytes + matrix.b.nbytes for matrix in self.matrices.values())
+        return sum(matrix.num_bytes for matrix in self.matrices.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +68,8 @@ class LoraOptions:
     slots: int  # Number of adapters that steps may mix.
     max_rank: int  # The largest rank of an adapter, one of LORA_RANKS.
     dtype: str  # Data type of the adapters' matrices in the slots, not `auto`.
-    fully_sharded: bool = False  # The matrix a is sharded over tensor-parallel devices, too.
+    copies: tuple[str, ...] = ()  # Parameters of which a slot has room for a whole copy: `embed`, `head` or both.
+    fully_sharded: bool = False  # The matrix a is sharded over tensor-parallel devices, too; there is no DoRA then.
 
 
 def adaptable(spec: ModelSpec) -> dict[str, Param]:
@@ -99,6 +113,25 @@ def _names(spec: ModelSpec) -> Iterator[str]:
 def slot_elements(matrices: Collection[Param], rank: int) -> int:
     """Return the numbers in a slot for adapters of `rank` of these matrices."""
     return sum(rank * prod(param.shape[:-2]) * sum(param.shape[-2:]) for param in matrices)
+
+
+def copy_elements(matrices: Mapping[str, Param], copies: Collection[str]) -> int:
+    """Return the numbers in a slot for whole copies of these parameters."""
+    return sum(prod(matrices[name].shape) for name in copies if name in matrices)
+
+
+def factor_elements(matrices: Collection[Param]) -> int:
+    """Return the numbers in a slot for DoRA's factors of these matrices: one for each output of those without experts.
+
+    The factors of an embedding table are as many as its columns.
+    """
+    plain = (param for param in matrices if has_factors(param))
+    return sum(param.shape[1 if param.name == "embed" else 0] for param in plain)
+
+
+def has_factors(param: Param) -> bool:
+    """Return whether an adapter may scale the matrix: DoRA is not served for experts."""
+    return len(param.shape) == 2
 
 
 def rank_bucket(rank: int) -> int:

@@ -26,7 +26,7 @@ from pagoda.common.models.mixers import (
 )
 from pagoda.common.models.primitives import Norm
 from pagoda.common.models.rope import Rope
-from pagoda.common.models.spec import ModelSpec, Moe, SecondHalf
+from pagoda.common.models.spec import Mlp, ModelSpec, Moe, SecondHalf
 from pagoda.common.weights.lora.weights import LoraOptions, adaptable
 from pagoda.common.weights.quantization.on_the_fly import quantize
 from pagoda.common.weights.quantization.schemes import Int8
@@ -39,7 +39,15 @@ PROMPTS = {row: [(7 * row + 3 * at) % 96 for at in range(1 + row * 2 % 7)] for r
 
 
 def tied() -> ModelSpec:
-    return replace(tiny_spec(), tied=True)
+    """Its layers and its head have biases, which DoRA's factors do not change."""
+    spec = tiny_spec()
+    layer = spec.layers[0]
+    (attention,) = layer.mixers
+    assert isinstance(attention, Attention)
+    assert isinstance(layer.ffn, Mlp)
+    biased = replace(attention, qkv_bias=True, out_bias=True)
+    spec = replace(spec, tied=True, head_bias=True)
+    return replace(spec, layers=(replace(layer, mixers=(biased,), ffn=replace(layer.ffn, bias=True)),) * 2)
 
 
 def interleaved() -> ModelSpec:
@@ -89,7 +97,7 @@ SPECS |= {name: with_mixers(*mixers) for name, mixers in MIXERS.items()}
 
 
 def make_driver(spec: ModelSpec, backend: str, slots: int = SLOTS, given=None, **make) -> Driver:
-    lora = LoraOptions(slots, RANK, "float32")
+    lora = LoraOptions(slots, RANK, "float32", copies=("embed", "head"))
     if backend == "torch_cuda":
         make.setdefault("device", CPU)
     options = {
@@ -110,6 +118,8 @@ def make_driver(spec: ModelSpec, backend: str, slots: int = SLOTS, given=None, *
 def test_log_probabilities_are_those_of_merged_weights(name: str, backend: str) -> None:
     """Nine adapters and none in one batch, of different ranks and matrices, prompts and decode; then one alone.
 
+    Every other one is a DoRA adapter; three have an embedding table or a head of their own.
+
     On jax_tpu mixers with recurrent state do not decode here: they project in the same way, by a further program. And
     none is alone there, as it is in the tests of slots.
     """
@@ -117,8 +127,14 @@ def test_log_probabilities_are_those_of_merged_weights(name: str, backend: str) 
     driver = make_driver(spec, backend)
     matrices = driver.backend.adaptable()
     assert matrices.keys() == adaptable(spec).keys()
+    copies = {0: ("embed", "head"), 3: ("head",), 5: ("embed",)}
     only = [("",), ("q", "v"), ("",), ("o", "down"), ("embed",), ("head",), ("",), ("gate", "up", "k"), ("",)]
-    adapters = [random_adapter(matrices, [16, 8, 1][slot % 3], slot, only[slot]) for slot in range(SLOTS)]
+    adapters = [
+        random_adapter(
+            matrices, [16, 8, 1][slot % 3], slot, only[slot], dora=slot % 2 == 0, copied=copies.get(slot, ())
+        )
+        for slot in range(SLOTS)
+    ]
     for slot, adapter in enumerate(adapters):
         driver.backend.load_adapter(slot, adapter)
     slots = {row: row for row in range(SLOTS)}
@@ -155,7 +171,7 @@ def test_adapters_of_quantised_weights(backend: str, name: str) -> None:
         driver = make_driver(spec, backend, given=stored)
     else:
         driver = make_driver(spec, backend, quantization="int8_per_channel_weight_only", given=exact)
-    adapter = random_adapter(driver.backend.adaptable(), 16, 0)
+    adapter = random_adapter(driver.backend.adaptable(), 16, 0, dora=True, copied=("embed",))
     driver.backend.load_adapter(2, adapter)
     found = run(driver, {0: PROMPTS[4], 1: PROMPTS[6]}, {0: 2})
     for row, each in ((0, adapter), (1, None)):
@@ -167,13 +183,18 @@ def test_slots_are_written_again_after_their_memory_was_lost() -> None:
     """As after sleep at level 2; the empty slot is empty."""
     spec = SPECS["dense"]
     driver = make_driver(spec, "torch_cuda", slots=3)
-    adapter = random_adapter(driver.backend.adaptable(), 8, 0)
+    adapter = random_adapter(driver.backend.adaptable(), 8, 0, dora=True, copied=("head",))
     driver.backend.load_adapter(1, adapter)
     adapters = driver.backend._adapters()
     with torch.inference_mode():
         for stack in adapters._stacks.values():
             stack.a.fill_(np.nan)
             stack.b.fill_(np.nan)
+            for array in stack.scaling or ():
+                array.fill_(7)
+        for copies in adapters._copies.values():
+            copies.weights.fill_(np.nan)
+            copies.rows.fill_(7)
         adapters._ranks.fill_(7)
         adapters.restore()
     found = run(driver, {0: PROMPTS[4], 1: PROMPTS[6]}, {0: 1, 1: 2})
@@ -189,7 +210,8 @@ def test_slots_are_replaced_and_an_empty_one_and_none_are_the_model(backend: str
     spec = SPECS["dense"]
     driver = make_driver(spec, backend, slots=2)
     matrices = driver.backend.adaptable()
-    first, second = random_adapter(matrices, 16, 0), random_adapter(matrices, 8, 1, ("q", "down", "embed"))
+    first = random_adapter(matrices, 16, 0, dora=True, copied=("embed", "head"))
+    second = random_adapter(matrices, 8, 1, ("q", "down", "embed"))
     for adapter in (first, second):
         driver.backend.load_adapter(1, adapter)
         tokens, found = run(driver, {0: PROMPTS[4]}, {0: 1})[0]
@@ -216,7 +238,10 @@ def test_steps_through_the_interpreted_kernels() -> None:
     spec = replace(SPECS["mixture"], tied=True, layers=SPECS["mixture"].layers[:1])
     driver = make_driver(spec, "torch_cuda", slots=2, device=Interpreted(CPU.torch, CPU.chip, "interpreter"))
     matrices = driver.backend.adaptable()
-    adapters = [random_adapter(matrices, 16, 0), random_adapter(matrices, 8, 1, ("q", "down", "head"))]
+    adapters = [
+        random_adapter(matrices, 16, 0, copied=("embed", "head")),
+        random_adapter(matrices, 8, 1, ("q", "down", "head"), dora=True),
+    ]
     for slot, adapter in enumerate(adapters):
         driver.backend.load_adapter(slot, adapter)
     found = run(driver, {0: [5, 17, 3], 1: [9, 2], 2: [4]}, {0: 0, 1: 1}, steps=1)

@@ -126,7 +126,7 @@ def test_adapters_reach_every_host_between_the_same_steps(make: Make, monkeypatc
     following = pair.follow()
     engine = pair.start()
     numbers = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
-    adapter = AdapterWeights(8, {name: LowRank(a, a.T.copy()) for name, a in zip("qv", numbers)})
+    adapter = AdapterWeights(8, {name: LowRank(a, a.T.copy(), a[0]) for name, a in zip("qv", numbers)})
     for slot, weights in ((1, adapter), (0, AdapterWeights(1, {})), (1, adapter)):
         pair.leading.load_adapter(slot, weights)
         answers(engine)
@@ -139,6 +139,7 @@ def test_adapters_reach_every_host_between_the_same_steps(make: Make, monkeypatc
         for name, matrix in here.matrices.items():
             np.testing.assert_array_equal(there.matrices[name].a, matrix.a)
             np.testing.assert_array_equal(there.matrices[name].b, matrix.b)
+            np.testing.assert_array_equal(there.matrices[name].factor, matrix.factor)
     assert len(seen["there"]) == 3
 
 

@@ -22,6 +22,7 @@ from pagoda.server.vllm.request_types import LoRARequest
 assert DEVICES > 1
 
 MODULES = llama_modules(32, 48, 4, 2, 2)
+SAVING: dict[str, Any] = {"lora_modules_to_save": ("embed_tokens", "lm_head")}
 EVERYTHING = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1, logprobs=-1, detokenize=False)
 
 
@@ -62,14 +63,18 @@ def logits(output: Any) -> np.ndarray:
     ("backend", "name"),
     [
         *[("torch_cuda", name) for name in CASES],
-        *[pytest.param("jax_tpu", name, marks=pytest.mark.slow_matrix) for name in ("fused", "embeddings")],
+        *[
+            pytest.param("jax_tpu", name, marks=pytest.mark.slow_matrix)
+            for name in ("fused", "embeddings", "dora", "saved")
+        ],
     ],
 )
 def test_an_adapter_of_peft_gives_its_logits(engine: MakeEngine, backend: str, name: str, tmp_path: Path) -> None:
     """Beside two others, of which one has other modules, and none."""
     base_model(CASES[name]).save_pretrained(tmp_path / "base")
     saved = json.loads((FOLDER / name / "logits.json").read_text())
-    llm = engine(tmp_path / "base", backend=backend)
+    saving = SAVING if name.startswith("saved") else {}
+    llm = engine(tmp_path / "base", backend=backend, **saving)
     others: list[LoRARequest | None] = [None, None]
     if CASES[name].model_type == "llama":
         others = [
@@ -83,7 +88,7 @@ def test_an_adapter_of_peft_gives_its_logits(engine: MakeEngine, backend: str, n
     assert np.abs(logits(outputs[2]) - np.array(saved["logits"])).max() > 0.1
     if backend == "jax_tpu":
         return
-    reference = engine(tmp_path / "base", backend="reference")
+    reference = engine(tmp_path / "base", backend="reference", **saving)
     expected = reference.generate(prompts, EVERYTHING, use_tqdm=False, lora_request=requests)
     for ours, theirs in zip(outputs, expected):
         np.testing.assert_allclose(logits(ours), logits(theirs), atol=3e-5)
@@ -137,17 +142,24 @@ def test_replicas_share_the_slots(engine: MakeEngine, tmp_path: Path) -> None:
 @thinned(
     lambda backend, name, fully: backend == "torch_cuda" or (fully and name == "experts"),
     backend=["torch_cuda", "jax_tpu"],
-    name=["embeddings", "experts"],
+    name=["embeddings", "experts", "dora", "saved"],
     fully=[False, True],
 )
 def test_ranks_share_adapters(engine: MakeEngine, backend: str, name: str, fully: bool, tmp_path: Path) -> None:
-    """Two ranks, each with its part of the matrices, give the logits of one, beside a sequence without an adapter."""
+    """Two ranks, each with its part of the matrices, give the logits of one, beside a sequence without an adapter.
+
+    DoRA is refused with --fully-sharded-loras.
+    """
     base_model(CASES[name]).save_pretrained(tmp_path / "base")
     saved = json.loads((FOLDER / name / "logits.json").read_text())
-    sizes = {"tensor_parallel_size": 2, "max_lora_rank": 32}
+    sizes = {"tensor_parallel_size": 2, "max_lora_rank": 32, **(SAVING if name == "saved" else {})}
     llm = engine(tmp_path / "base", backend=backend, fully_sharded_loras=fully, **sizes)
     requests = [None, LoRARequest(name, 1, str(FOLDER / name))]
     prompts = [{"prompt_token_ids": saved["prompt"]}] * 2
+    if name == "dora" and fully:
+        with pytest.raises(RequestError, match=r"use_dora: .*; drop --fully-sharded-loras"):
+            llm.generate(prompts, EVERYTHING, use_tqdm=False, lora_request=requests)
+        return
     plain, output = llm.generate(prompts, EVERYTHING, use_tqdm=False, lora_request=requests)
     np.testing.assert_allclose(logits(output), np.array(saved["logits"]), atol=3e-5)
     assert np.abs(logits(plain) - np.array(saved["logits"])).max() > 0.1

@@ -16,6 +16,7 @@ from pagoda.common.errors import ConfigError, RequestError
 from pagoda.server.vllm.request_types import LoRARequest
 
 MODULES = llama_modules(32, 48, 4, 2, 2)
+SAVED = {"model.embed_tokens": (64, 32), "lm_head": (64, 32)}
 EVERYTHING = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1, logprobs=-1, detokenize=False)
 
 
@@ -31,20 +32,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest]:
-    """Twenty adapters of the small Llama, of several ranks and modules."""
+    """Twenty adapters of the small Llama, of several ranks and modules; every fifth is of DoRA, and saves modules."""
     root = tmp_path_factory.mktemp("adapters")
     requests = []
     for index in range(20):
         modules = {
             name: shape for name, shape in MODULES.items() if index % 3 or ("proj" in name[-6:] and "q_" in name)
         }
-        path = write_adapter(root / str(index), modules, rank=1 + index % 8, seed=index)
+        saved = SAVED if index % 5 == 3 else None
+        dora = index % 5 == 1
+        path = write_adapter(root / str(index), modules, rank=1 + index % 8, seed=index, saved=saved, use_dora=dora)
         requests.append(LoRARequest(f"adapter-{index}", index + 1, str(path)))
     return requests
 
 
 def engine(folder: Path, **settings: Any) -> LLM:
     given = {"dtype": "float32", "enable_lora": True, "max_loras": 9, "max_lora_rank": 8, "max_model_len": 64}
+    given |= {"lora_modules_to_save": ("embed_tokens", "lm_head")}
     given |= {"skip_tokenizer_init": True, "max_logprobs": -1, "logprobs_mode": "raw_logits", "backend": "reference"}
     return LLM(model=str(folder), **{**given, **settings})
 
@@ -61,6 +65,7 @@ def peft_logits(name: str) -> tuple[list[int], np.ndarray]:
 
 
 @pytest.mark.setting("--enable-lora")
+@pytest.mark.setting("--lora-modules-to-save")
 @pytest.mark.parametrize("name", CASES)
 def test_an_adapter_of_peft_gives_its_logits(name: str, folders: dict[str, Path]) -> None:
     prompt, expected = peft_logits(name)
@@ -95,9 +100,9 @@ def test_its_logits_are_the_same_beside_others(
 
 @pytest.mark.setting("--max-cpu-loras")
 def test_adapters_take_turns_in_two_slots(folders: dict[str, Path], adapters: list[LoRARequest]) -> None:
-    """Decodes of several adapters, and of none, in steps of one token each: the answers are those of each alone."""
+    """Decodes of several adapters, and of none, beside chunks of prompts: the answers are those of each alone."""
     params = SamplingParams(max_tokens=12, temperature=0, detokenize=False, ignore_eos=True)
-    llm = engine(folders["all_linear"], max_loras=2, max_cpu_loras=3, max_num_seqs=5)
+    llm = engine(folders["all_linear"], max_loras=2, max_cpu_loras=3, max_num_seqs=5, max_num_batched_tokens=8)
     chosen = [adapters[index % 20] if index % 7 else None for index in range(60)]
     prompts = [{"prompt_token_ids": [1 + index % 5, *range(3, 9)]} for index in range(60)]
     together = llm.generate(prompts, params, use_tqdm=False, lora_request=chosen)
@@ -125,7 +130,7 @@ def test_outputs_name_the_callers_request(folders: dict[str, Path], adapters: li
 def test_a_new_version_is_read_in_place(folders: dict[str, Path], tmp_path: Path) -> None:
     """Its prefixes are not those of the version before."""
     llm = engine(folders["all_linear"])
-    path = write_adapter(tmp_path / "a", MODULES, seed=1)
+    path = write_adapter(tmp_path / "a", MODULES, seed=1, saved=SAVED, use_dora=True)
     prompt, params = {"prompt_token_ids": [*range(1, 40)]}, SamplingParams(max_tokens=1, temperature=0, logprobs=-1)
 
     def answer(**more: Any) -> Any:
@@ -154,10 +159,12 @@ def test_a_new_version_is_read_in_place(folders: dict[str, Path], tmp_path: Path
 
 
 def test_a_bad_adapter_is_refused_and_the_engine_goes_on(folders: dict[str, Path], tmp_path: Path) -> None:
-    llm = engine(folders["all_linear"])
+    llm = engine(folders["all_linear"], lora_modules_to_save=())
     high = write_adapter(tmp_path / "high", MODULES, rank=16)
     prompt = {"prompt_token_ids": [1, 2, 3]}
+    saved = LoRARequest("saved", 3, str(FOLDER / "saved"))
     for request, words in (
+        (saved, "a copy of .* needs room in every slot; start the server with --lora-modules-to-save"),
         (LoRARequest("high", 1, str(high)), "r is 16, above --max-lora-rank 8"),
         (LoRARequest("none", 2, str(tmp_path / "none")), "no such folder"),
     ):
@@ -194,6 +201,7 @@ def test_weights_are_rounded_to_the_stated_type(folders: dict[str, Path], adapte
     [
         ({"fully_sharded_loras": True}, "--fully-sharded-loras: reference runs a model on one device"),
         ({"max_lora_rank": 7}, "--max-lora-rank: 7 is not one of 1, 8, 16"),
+        ({"lora_modules_to_save": ("norm",)}, "--lora-modules-to-save: norm cannot be replaced per request; use embed"),
         ({"max_loras": 0}, "--max-loras: 0 is not positive"),
         ({"max_loras": 4, "max_cpu_loras": 2}, "--max-cpu-loras: 2 is below --max-loras 4"),
         ({"runner": "pooling"}, "--enable-lora: pooling models have no LoRA adapters"),

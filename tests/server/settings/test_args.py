@@ -118,6 +118,7 @@ EXAMPLES: dict[str, Any] = {
     "cpu_omp_threads_bind": "0-1",
     "gpu_memory_utilization": 0.5,
     "log_level": "DEBUG",
+    "lora_modules_to_save": ("lm_head", "embed_tokens"),
     "max_lora_rank": 32,
     "optimization_level": 2,
     "profiler_config": {"profiler": "torch", "torch_profiler_dir": "traces", "max_iterations": 3},

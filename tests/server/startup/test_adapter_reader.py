@@ -25,7 +25,7 @@ SPEC, FAMILY = spec_from_config(CONFIG)
 
 
 def base() -> BaseModel:
-    return BaseModel(FAMILY.rules, params(SPEC), adaptable(SPEC), 16)
+    return BaseModel(FAMILY.rules, params(SPEC), adaptable(SPEC), 16, copied=("head",))
 
 
 def adapter(folder: Path) -> Adapter:
@@ -33,7 +33,8 @@ def adapter(folder: Path) -> Adapter:
 
 
 def test_an_adapter_is_what_reading_it_here_gives(tmp_path: Path) -> None:
-    folder, reader = write_adapter(tmp_path / "a", MODULES, rank=3), AdapterReader(base())
+    folder, reader = tmp_path / "a", AdapterReader(base())
+    write_adapter(folder, MODULES, rank=3, use_dora=True, saved={"lm_head": (257, 32)})
     expected = read_adapter(folder, base())
     for _ in range(2):
         found = reader.read(adapter(folder))
@@ -42,6 +43,10 @@ def test_an_adapter_is_what_reading_it_here_gives(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found.matrices[name].a, factors.a)
             np.testing.assert_array_equal(found.matrices[name].b, factors.b)
             assert found.matrices[name].a.flags.writeable, "else torch warns of it"
+            np.testing.assert_array_equal(found.matrices[name].copy, factors.copy)
+        assert found.magnitudes.keys() == expected.magnitudes.keys()
+        for name, lengths in expected.magnitudes.items():
+            np.testing.assert_array_equal(found.magnitudes[name], lengths)
 
 
 def test_the_rules_of_every_family_reach_the_process() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from support.checkpoints.quantized_folder import compressed_tensors, write_quantized
+from support.checkpoints.tiny_folder import write_model
 
 from pagoda.common.models.mixers import Attention
 from pagoda.common.models.primitives import Norm, Param
@@ -14,8 +18,11 @@ from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Layer, Mlp, ModelSpec, Norms
 from pagoda.common.weights.dtypes import dtype_name, to_float32
 from pagoda.common.weights.quantization.schemes import Float8, Int8, Scheme
-from pagoda.common.weights.quantization.tensors import QuantizedTensor
-from pagoda.server.startup.parameters import dummy_weights, with_progress
+from pagoda.common.weights.quantization.tensors import QuantizedTensor, Value
+from pagoda.server.settings.flags import EngineArgs
+from pagoda.server.settings.resolve import resolve
+from pagoda.server.startup.parameters import dummy_weights, read_matrices, read_weights, with_progress
+from pagoda.tests.common.weights.gguf.gguf_writing import convert
 
 NORM = Norm(1e-5, kind="layer", bias=True)
 LAYER = Layer(
@@ -64,6 +71,37 @@ def test_dummy_weights_have_the_schemes_of_the_checkpoint(scheme: Scheme) -> Non
 def test_dummy_weights_refuse_an_unknown_dtype() -> None:
     with pytest.raises(ValueError, match="int8 is not one of float32"):
         list(dummy_weights(PARAMS, dtype="int8"))
+
+
+@pytest.mark.parametrize("source", ["safetensors", "gguf", "dummy", "quantised", "quantised on the host"])
+def test_some_matrices_of_a_running_model_are_read_again(source: str, tmp_path: Path) -> None:
+    """As they were loaded, but for --quantization, in any order; nothing else is."""
+    folder = write_model(tmp_path / "model")
+    settings: dict[str, Any] = {"backend": "reference", "max_model_len": 64}
+    if source == "gguf":
+        convert(folder, tmp_path / "model.gguf", "llama")
+        folder = tmp_path / "model.gguf"
+    if source == "dummy":
+        settings["load_format"] = "dummy"
+    if source == "quantised":
+        folder, _ = write_quantized(folder, tmp_path / "quantised", compressed_tensors())
+    if source == "quantised on the host":
+        settings["quantization"] = "int8_per_channel_weight_only"
+    config = EngineArgs(str(folder), **settings).create_engine_config()
+    resolved = resolve(config, "llm", weights=True)
+    assert resolved.quantizes_on_host == (source == "quantised on the host")
+    names = {"embed", "layers.1.ffn.up", "layers.0.mixers.0.q"}
+    again = dict(read_matrices(resolved, resolved.checkpoint, names))
+    loaded = dict(read_weights(config, resolved.checkpoint, resolved))
+    assert again.keys() == names
+    for name in names:
+        first, second = (values(weight[name]) for weight in (loaded, again))
+        near = 0.02 if source == "quantised on the host" else 0
+        np.testing.assert_allclose(second, first, rtol=0, atol=near)
+
+
+def values(weight: Value) -> np.ndarray:
+    return weight.dequantize() if isinstance(weight, QuantizedTensor) else to_float32(weight)
 
 
 TENSORS = [("a", np.zeros(1024, np.uint8)), ("b", np.zeros(3072, np.uint8))]

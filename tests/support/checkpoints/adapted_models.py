@@ -15,7 +15,7 @@ from pagoda.common.backend import Weight
 from pagoda.common.engine.sampling.rules import SamplingRules
 from pagoda.common.models.primitives import Param
 from pagoda.common.models.spec import ModelSpec
-from pagoda.common.weights.lora.weights import AdapterWeights, LowRank
+from pagoda.common.weights.lora.weights import AdapterWeights, LowRank, has_factors
 
 Float32 = npt.NDArray[np.float32]
 
@@ -24,27 +24,41 @@ EVERY = SamplingRules(logprobs=-1, prompt_logprobs=-1)
 
 
 def random_adapter(
-    matrices: Mapping[str, Param], rank: int, seed: int, only: tuple[str, ...] = ("",)
+    matrices: Mapping[str, Param],
+    rank: int,
+    seed: int,
+    only: tuple[str, ...] = ("",),
+    *,
+    dora: bool = False,
+    copied: tuple[str, ...] = (),
 ) -> AdapterWeights:
-    """An adapter of the matrices whose names end in one of `only`."""
+    """An adapter of the matrices whose names end in one of `only`. `dora`: with factors where there may be some.
+
+    `copied`: the parameters of which it has a whole copy, beside its low-rank product.
+    """
     rng, made = np.random.default_rng(1000 + seed), {}
     for name, param in matrices.items():
         *stack, outputs, inputs = param.shape
-        if name.endswith(only):
+        if name.endswith(only) or name in copied:
             a, b = (rng.standard_normal(shape) for shape in ((*stack, rank, inputs), (*stack, outputs, rank)))
-            made[name] = LowRank((a * inputs**-0.5).astype(np.float32), (0.3 * b).astype(np.float32))
+            channels = inputs if name == "embed" else outputs
+            factor = rng.uniform(0.5, 1.5, channels).astype(np.float32) if dora and has_factors(param) else None
+            copy = rng.standard_normal(param.shape, np.float32) * np.float32(0.3) if name in copied else None
+            made[name] = LowRank((a * inputs**-0.5).astype(np.float32), (0.3 * b).astype(np.float32), factor, copy)
     return AdapterWeights(rank, made)
 
 
 def merged(spec: ModelSpec, weights: Iterable[Weight], adapter: AdapterWeights | None) -> NaiveModel:
-    """The model with W + B A in place of every W; its head is one of its own, since an adapter changes it alone."""
+    """The model with W + B A, or diag(f) W + B A, in place of every W; its head is its own, as an adapter's is."""
     values = dict(weights)
     if spec.tied:
         values["head"] = values["embed"]
     if adapter is not None:
         for name, matrix in adapter.matrices.items():
             product = (matrix.b.astype(np.float64) @ matrix.a.astype(np.float64)).astype(np.float32)
-            values[name] = values[name] + product
+            factor = np.float32(1) if matrix.factor is None else matrix.factor
+            base = values[name] if matrix.copy is None else matrix.copy
+            values[name] = base * (factor if name == "embed" or factor.ndim == 0 else factor[:, None]) + product
     return NaiveModel(replace(spec, tied=False), list(values.items()), max_len=128)
 
 

@@ -33,15 +33,33 @@ def llama_modules(width: int, ffn: int, heads: int, kv_heads: int, layers: int) 
 
 
 def write_adapter(
-    folder: Path, modules: Modules, *, rank: int = 4, seed: int = 0, scale: float = 0.2, **config: Any
+    folder: Path,
+    modules: Modules,
+    *,
+    rank: int = 4,
+    seed: int = 0,
+    scale: float = 0.2,
+    saved: Modules | None = None,
+    **config: Any,
 ) -> Path:
-    """Write a random adapter of these modules and return its folder. `config`: keys of adapter_config.json."""
+    """Write a random adapter of these modules and return its folder. `config`: keys of adapter_config.json.
+
+    `saved`: modules of which it has the whole weight. With `use_dora` rows have lengths of about 1/2.
+    """
     numbers = np.random.default_rng(seed)
     tensors: dict[str, npt.NDArray[np.float32]] = {}
     for name, (rows, columns) in modules.items():
         for part, shape in (("lora_A", (rank, columns)), ("lora_B", (rows, rank))):
             values = numbers.standard_normal(shape, np.float32) * np.float32(scale)
             tensors[f"base_model.model.{name}.{part}.weight"] = values
+        if config.get("use_dora"):
+            magnitudes = numbers.uniform(0.3, 0.7, rows).astype(np.float32)
+            tensors[f"base_model.model.{name}.lora_magnitude_vector"] = magnitudes
+    for name, shape in (saved or {}).items():
+        weight = numbers.standard_normal(shape, np.float32) * np.float32(0.1)
+        tensors[f"base_model.model.{name}.weight"] = weight
+    if saved:
+        config["modules_to_save"] = list(saved)
     return save_adapter(folder, tensors, **{"r": rank, **config})
 
 

@@ -25,7 +25,7 @@ from pagoda.backends.jax_tpu.model.layers import (
     scale_norm,
     split_norm,
 )
-from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxLora
+from pagoda.backends.jax_tpu.model.lora import AdapterOutputs, JaxLora, LoraTerm, concatenated
 from pagoda.backends.jax_tpu.model.mixers.bidirectional import attend_bidirectionally
 from pagoda.backends.jax_tpu.model.mixers.block_sparse import JaxBlockIndex
 from pagoda.backends.jax_tpu.model.mixers.ops import CostedStep, JaxMixerOps, MixerCost, MixerModule
@@ -118,7 +118,8 @@ class JaxAttention(MixerModule):
         heads = heads if added is None else heads + added
         low_rank = self._adapters(x, step)
         if low_rank:
-            heads = heads + jnp.concatenate([each for each in low_rank.values() if each.ndim == heads.ndim], 2)
+            fused = [term for term in low_rank.values() if term.addend.ndim == heads.ndim]
+            heads = concatenated(fused, 2).on(heads)
         if self.qkv_bias is not None:
             heads = heads + self.qkv_bias[...]
         group = self.layout.group
@@ -141,7 +142,7 @@ class JaxAttention(MixerModule):
             attended, cache = self.blocks.attend(x, (q, k, v), caches, cache_index, rotations, step)
         if self.gate is not None:
             gates = project(x, self.gate[...])
-            gates = gates + low_rank["gate"] if low_rank else gates
+            gates = low_rank["gate"].on(gates) if low_rank else gates
             gates = (gates if self.gate_bias is None else gates + self.gate_bias[...])[..., None]
         if gates is not None:
             attended = attended * jax.nn.sigmoid(gates.reshape(*attended.shape[:2], -1))
@@ -164,20 +165,20 @@ class JaxAttention(MixerModule):
         out = project(attended, self.out, step)
         if self.lora_out is None or step.adapter_mask is None:
             return out
-        return out + self.lora_out(attended, step.adapter_mask)[0]
+        return self.lora_out(attended, step.adapter_mask)[0].on(out)
 
-    def _adapters(self, x: jax.Array, step: AnyStep) -> dict[str, jax.Array]:
-        """X [T, D] -> what adapters add to each projection: [T, K, n, H], or [T, K, ...] of one that is apart."""
+    def _adapters(self, x: jax.Array, step: AnyStep) -> dict[str, LoraTerm]:
+        """X [T, D] -> the terms of adapters by projection: [T, K, n, H], or [T, K, ...] of one that is apart."""
         if self.lora_in is None or step.adapter_mask is None:
             return {}
         return dict(zip(_projections(self.spec), self.lora_in(x, step.adapter_mask)))
 
-    def _values(self, x: jax.Array, step: AnyStep, added: jax.Array | None) -> jax.Array | None:
-        """X [T, D] -> values [T, K, V] if they have a projection of their own. `added`: to them."""
+    def _values(self, x: jax.Array, step: AnyStep, term: LoraTerm | None) -> jax.Array | None:
+        """X [T, D] -> values [T, K, V] if they have a projection of their own. `term`: of their adapters."""
         if self.values is None:
             return None
         v = project(x, self.values, step)
-        v = v if added is None else v + added
+        v = v if term is None else term.on(v)
         v = v if self.values_bias is None else v + self.values_bias[...]
         return v if self.spec.qkv_clip is None else jnp.clip(v, -self.spec.qkv_clip, self.spec.qkv_clip)
 

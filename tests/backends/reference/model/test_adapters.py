@@ -21,7 +21,7 @@ from pagoda.common.models.rope import Rope
 from pagoda.common.models.shapes import params
 from pagoda.common.models.spec import Mixer, Mlp, ModelSpec, Moe, Router, Shortcut, SideMoe
 from pagoda.common.weights.dtypes import to_float32
-from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, adaptable
+from pagoda.common.weights.lora.weights import AdapterWeights, LoraOptions, LowRank, adaptable, has_factors
 from pagoda.common.weights.quantization.on_the_fly import quantize
 from pagoda.common.weights.quantization.schemes import Int8
 
@@ -50,17 +50,27 @@ def experts(spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=tuple(replace(layer, ffn=moe) for layer in spec.layers))
 
 
-def adapter(matrices: dict[str, Param], rank: int, seed: int) -> AdapterWeights:
+def adapter(matrices: dict[str, Param], rank: int, seed: int, *, dora: bool = False) -> AdapterWeights:
     numbers = np.random.default_rng(seed)
+
+    def factor(param: Param) -> np.ndarray | None:
+        channels = param.shape[1 if param.name == "embed" else 0]
+        return numbers.uniform(0.5, 1.5, channels).astype(np.float32) if dora and has_factors(param) else None
 
     def draw(*shape: int) -> np.ndarray:
         return numbers.standard_normal(shape, np.float32) * np.float32(0.2)
 
     factors = {
-        name: LowRank(draw(*param.shape[:-2], rank, param.shape[-1]), draw(*param.shape[:-1], rank))
+        name: LowRank(draw(*param.shape[:-2], rank, param.shape[-1]), draw(*param.shape[:-1], rank), factor(param))
         for name, param in matrices.items()
     }
     return AdapterWeights(rank, factors)
+
+
+def changed(name: str, weight: np.ndarray, matrix: LowRank) -> np.ndarray:
+    if matrix.factor is not None:
+        weight = weight * (matrix.factor if name == "embed" else matrix.factor[:, None])
+    return weight + matrix.b @ matrix.a
 
 
 def experts_beside(spec: ModelSpec) -> ModelSpec:
@@ -92,12 +102,10 @@ def test_adapters_equal_merged_weights(name: str) -> None:
     if spec.tied:  # merged, the table would change both the embeddings and the head
         del matrices["embed"], matrices["head"]
     for slot, rank in ((0, 8), (2, 4), (0, 1)):
-        weights = adapter(matrices, rank, seed=slot + rank)
+        weights = adapter(matrices, rank, seed=slot + rank, dora=rank == 8)
         slots.fill(slot, weights)
         merged = [
-            (each, to_float32(value) + (weights.matrices[each].b @ weights.matrices[each].a))
-            if each in weights.matrices
-            else (each, value)
+            (each, changed(each, to_float32(value), weights.matrices[each]) if each in weights.matrices else value)
             for each, value in random_weights(spec)
         ]
         model.slot = slot
@@ -141,9 +149,10 @@ def test_a_fused_layer_in_a_mixed_batch(kind: str, tokens: int) -> None:
     dense = [torch.randn(param.shape, generator=noise) for param in parts.values()]
     weights = [quantize(each.numpy(), Int8("channel")) for each in dense] if kind == "int8" else dense
     narrow = [each.to(numbers.weights) if isinstance(each, torch.Tensor) else each for each in weights]
-    base = linear(narrow, None, numbers)
-    layer = slots.adapted(base, list(parts), [32, 16, 48], 64)
-    held = {0: adapter(parts, 8, 1), 2: AdapterWeights(4, {"k": adapter(parts, 4, 2).matrices["k"]})}
+    bias = torch.randn(96, generator=noise).to(numbers.weights)
+    base = linear(narrow, bias, numbers)
+    layer = slots.adapted(base, list(parts), [32, 16, 48], 64, bias=bias)
+    held = {0: adapter(parts, 8, 1), 2: AdapterWeights(4, {"k": adapter(parts, 4, 2, dora=True).matrices["k"]})}
     for slot, each in held.items():
         slots.fill(slot, each)
     x = torch.randn(tokens, 64, generator=noise).to(numbers.compute)
@@ -155,6 +164,10 @@ def test_a_fused_layer_in_a_mixed_batch(kind: str, tokens: int) -> None:
             end = begin + param.shape[0]
             if slot in held and name in held[slot].matrices:
                 factors = held[slot].matrices[name]
+                if factors.factor is not None:
+                    constant = bias[begin:end].float()
+                    product = (expected[token, begin:end] - constant) * torch.from_numpy(factors.factor)
+                    expected[token, begin:end] = product + constant
                 expected[token, begin:end] += torch.from_numpy(factors.b @ factors.a) @ x[token].float()
             begin = end
     close = {"atol": 0.15, "rtol": 0.03} if kind == "bfloat16" else {"atol": 1e-4, "rtol": 1e-4}
@@ -166,7 +179,7 @@ def test_a_fused_layer_in_a_mixed_batch(kind: str, tokens: int) -> None:
 def test_what_another_slot_holds_cannot_harm_a_token() -> None:
     parts = {"o": Param("o", (8, 8), "..")}
     slots = AdapterMatrices(OPTIONS, parts, numerics("float32"))
-    layer = slots.adapted(linear(torch.eye(8), None, numerics("float32")), ["o"], [8], 8)
+    layer = slots.adapted(linear(torch.eye(8), None, numerics("float32")), ["o"], [8], 8, bias=None)
     slots.fill(0, adapter(parts, 4, 1))
     huge = np.full((4, 8), 3e38, np.float32)
     slots.fill(1, AdapterWeights(4, {"o": LowRank(huge, huge.T.copy())}))

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): y + B A x for rows of several adapters in one step."""
+"""Low-rank adapters (LoRA): y + B A x for rows of several adapters in one step, with DoRA's factors f y + B A x."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ class AdapterStack:
     b: Tensor  # [slots, O, R], of the same type
     ranks: Tensor  # int32 [slots]: the rank of each slot's adapter; 0: none
     sections: Tensor  # int32 [n, 3]: of each block of outputs the projection, the first output and the end
+    factors: Tensor | None = None  # float32 [slots, O], of outputs without their bias; None: no adapter has any
+    scaled: Tensor | None = None  # int32 [slots], with `factors`: 1 where a slot's are not all 1
 
     @property
     def slots(self) -> int:
@@ -59,6 +61,14 @@ class AdapterStack:
     def rank(self) -> int:
         """Return R."""
         return self.b.shape[2]
+
+    @property
+    def scaling(self) -> tuple[Tensor, Tensor] | None:
+        """Return `factors` and `scaled`; None without them."""
+        if self.factors is None:
+            return None
+        assert self.scaled is not None, "slots with factors say whether they are used"
+        return self.factors, self.scaled
 
 
 def output_sections(spans: Iterable[tuple[int, int]]) -> Tensor:
@@ -85,10 +95,12 @@ def sort_by_slot(slots: Tensor, num_slots: int, *, batch_invariant: bool = False
     return AdapterRows(slots, tile, batch_invariant, kernel.sort_rows(slots, num_slots, tile) if use_kernel else None)
 
 
-def add_adapters(y: Tensor, x: Tensor, stack: AdapterStack, rows: AdapterRows, chip: Chip) -> Tensor:
+def add_adapters(
+    y: Tensor, x: Tensor, stack: AdapterStack, rows: AdapterRows, chip: Chip, *, bias: Tensor | None = None
+) -> Tensor:
     """Add B A x to y [T, O] in place, for x [T, I], by the rows' slots; return y. Raise ValueError for other shapes.
 
-    Sums are float32; A x is rounded to the type of B.
+    Sums are float32; A x is rounded to the type of B. A slot's factors multiply y without `bias` [O] first.
     """
     if x.shape != (len(y), stack.a.shape[2]) or y.shape[1] != stack.b.shape[1] or len(rows.slots) != len(y):
         raise ValueError(
@@ -97,7 +109,7 @@ def add_adapters(y: Tensor, x: Tensor, stack: AdapterStack, rows: AdapterRows, c
         )
     if x.stride(1) != 1 or y.stride(1) != 1 or x.dtype != stack.a.dtype:
         raise ValueError(f"x is {x.dtype} with strides {x.stride()}, y has {y.stride()}; adapters are {stack.a.dtype}")
-    return add_expanded(y, shrunk(x, stack.a, stack.ranks, stack.rank, rows, chip), stack, rows, chip)
+    return add_expanded(y, shrunk(x, stack.a, stack.ranks, stack.rank, rows, chip), stack, rows, chip, bias=bias)
 
 
 def shrunk(x: Tensor, a: Tensor, ranks: Tensor, rank: int, rows: AdapterRows, chip: Chip) -> Tensor:
@@ -114,11 +126,27 @@ def shrunk(x: Tensor, a: Tensor, ranks: Tensor, rank: int, rows: AdapterRows, ch
     return kernel.shrink(x, a, ranks, rank, rows.tiles, rows.tile, splits, chip)
 
 
-def add_expanded(y: Tensor, parts: Tensor, stack: AdapterStack, rows: AdapterRows, chip: Chip) -> Tensor:
-    """Add B h to y [T, O] in place, where h [T, P * R] is the sum of parts float32 [splits, T, P * R]; return y."""
+def add_expanded(
+    y: Tensor, parts: Tensor, stack: AdapterStack, rows: AdapterRows, chip: Chip, *, bias: Tensor | None = None
+) -> Tensor:
+    """Add B h to y [T, O] in place, where h [T, P * R] is the sum of parts float32 [splits, T, P * R]; return y.
+
+    `bias`: as of `add_adapters`.
+    """
     if rows.tiles is None:
-        return expand_reference(y, parts.sum(0), stack, rows)
-    kernel.expand(parts, stack.b, stack.ranks, stack.sections, rows.tiles, rows.tile, y, chip)
+        return expand_reference(y, parts.sum(0), stack, rows, bias)
+    kernel.expand(
+        parts=parts,
+        b=stack.b,
+        ranks=stack.ranks,
+        sections=stack.sections,
+        factors=stack.scaling,
+        bias=bias,
+        sorted_rows=rows.tiles,
+        tile=rows.tile,
+        out=y,
+        chip=chip,
+    )
     return y
 
 
@@ -131,11 +159,16 @@ def shrink_reference(x: Tensor, a: Tensor, ranks: Tensor, rows: AdapterRows) -> 
     return out
 
 
-def expand_reference(y: Tensor, h: Tensor, stack: AdapterStack, rows: AdapterRows) -> Tensor:
+def expand_reference(
+    y: Tensor, h: Tensor, stack: AdapterStack, rows: AdapterRows, bias: Tensor | None = None
+) -> Tensor:
     """Add B h to y [T, O] in place, a projection's columns of h [T, P * R] to its outputs; return y."""
     rounded = h.to(stack.b.dtype).float()
     for slot in _used(rows, stack.ranks):
         mine = rows.slots == slot
+        if stack.scaling is not None and stack.scaling[1][slot]:
+            constant = 0 if bias is None else bias.float()
+            y[mine] = ((y[mine].float() - constant) * stack.scaling[0][slot] + constant).to(y.dtype)
         for projection, first, end in stack.sections.tolist():
             end = min(end, first + CHANNELS)
             begin = projection * stack.rank

@@ -71,9 +71,13 @@ def shrink(x, a, ranks, rank, sorted_rows, tile, splits, chip):
     return parts
 
 
-def expand(parts, b, ranks, sections, sorted_rows, tile, out, chip):
-    """Add to out [T, O] the products of parts [splits, T, P * R] and b [slots, O, R]; `sections`: of `AdapterStack`."""
+def expand(parts, b, ranks, sections, factors, bias, sorted_rows, tile, out, chip):
+    """Add to out [T, O] the products of parts [splits, T, P * R] and b [slots, O, R]; `sections`: of `AdapterStack`.
+
+    `factors`: (float32 [slots, O], int32 [slots]) or None; `bias` [O] or None: what out has of it is not multiplied.
+    """
     splits, rows, columns = parts.shape
+    factors, scaled = (b, ranks) if (plain := factors is None) else factors
     slots, outputs, rank = b.shape
     order, tile_slots, ends = sorted_rows
     _EXPAND_KERNEL[(tile_slots.numel(), len(sections))](
@@ -81,6 +85,9 @@ def expand(parts, b, ranks, sections, sorted_rows, tile, out, chip):
         b=b,
         ranks=ranks,
         sections=sections,
+        factors=factors,
+        scaled=scaled,
+        bias=b if bias is None else bias,
         out=out,
         order=order,
         tile_slots=tile_slots,
@@ -92,6 +99,8 @@ def expand(parts, b, ranks, sections, sorted_rows, tile, out, chip):
         out_stride=row_stride(out),
         RANK=rank,
         COLUMNS=columns,
+        FACTORS=not plain,
+        BIAS=bias is not None,
         **expand_settings(b.dtype, rank, tile, chip),
     )
 
@@ -187,6 +196,9 @@ def expand_kernel(
     b,
     ranks,
     sections,
+    factors,
+    scaled,
+    bias,
     out,
     order,
     tile_slots,
@@ -198,13 +210,17 @@ def expand_kernel(
     out_stride,
     RANK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    BIAS: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """out [rows, outputs] += b [slots, outputs, RANK] times parts [splits, rows, COLUMNS], summed over the splits.
 
-    Grid (tiles, sections). sections int32 [n, 3]: the projection of a block of outputs, the first, the end.
+    Grid (tiles, sections). sections int32 [n, 3]: the projection of a block of outputs, the first, the end. If the slot
+    is `scaled`, out without bias [outputs] is multiplied by factors [slots, outputs] first, and stored: to keep it in
+    registers would leave room for fewer programs, of slots without factors, too.
     """
     tile = tl.program_id(0)
     if tile >= tl.load(ends + slots - 1):
@@ -219,6 +235,18 @@ def expand_kernel(
     end = tl.load(section + 2)
     channels = tl.load(section + 1) + tl.arange(0, CHANNELS)
     inside = channels < end
+    if FACTORS:
+        is_scaled = tl.load(scaled + slot) != 0
+        if is_scaled:
+            at = out + row.to(tl.int64)[None, :] * out_stride + channels[:, None]
+            mask = inside[:, None] & real[None, :]
+            base = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            factor = tl.load(factors + slot * outputs + channels, mask=inside, other=1.0)[:, None]
+            constant = tl.zeros([CHANNELS, 1], tl.float32)
+            if BIAS:
+                constant += tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)[:, None]
+            tl.store(at, ((base - constant) * factor + constant).to(out.dtype.element_ty), mask=mask)
+            tl.debug_barrier()
     matrix = b + (slot * outputs + tl.minimum(channels, end - 1))[:, None] * RANK
     inner = parts + row.to(tl.int64)[None, :] * COLUMNS + tl.load(section) * RANK
     step = rows.to(tl.int64) * COLUMNS

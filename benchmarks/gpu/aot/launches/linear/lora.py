@@ -40,7 +40,9 @@ def _shrink(chip: Chip, dtype: str, tile: int, rank: int, inputs: int = _INPUTS)
 
 def _expand(chip: Chip, dtype: str, tile: int, rank: int, out: str) -> Launch:
     constants = expand_settings(_TRITON[dtype], rank, tile, chip)
+    constants |= {"FACTORS": True, "BIAS": True}
     signature = {"parts": "*fp32", "b": f"*{dtype}", "sections": "*i32", "out": f"*{out}"}
+    signature |= {"factors": "*fp32", "scaled": "*i32", "bias": f"*{dtype}"}
     return _launch(expand_kernel, signature, ("outputs", "out_stride"), ("splits",), constants, rank, dtype)
 
 

@@ -47,16 +47,25 @@ def make_stack(
         a[slot, :, -(-own // block) * block :], b[slot, :, -(-own // block) * block :] = NAN, NAN
     ends = list(accumulate(outputs))
     sections = output_sections(zip([0, *ends], ends))
-    return AdapterStack(a.flatten(1, 2), b, torch.tensor(ranks, dtype=torch.int32), sections)
+    factors = normal(len(ranks), sum(outputs)) + 1
+    scaled = (torch.arange(len(ranks)) % 2).int()
+    factors[scaled == 0] = NAN
+    return AdapterStack(a.flatten(1, 2), b, torch.tensor(ranks, dtype=torch.int32), sections, factors, scaled)
 
 
-def plain(y: Tensor, x: Tensor, stack: AdapterStack, slots: Tensor, outputs: tuple[int, ...]) -> Tensor:
-    """Return y + B A x in float64."""
+def plain(
+    y: Tensor, x: Tensor, stack: AdapterStack, slots: Tensor, outputs: tuple[int, ...], bias: Tensor | None = None
+) -> Tensor:
+    """Return y + B A x, of every other slot diag(f) (y - bias) + bias + B A x, in float64."""
     want, ranks = y.double(), stack.ranks.tolist()
     for row, slot in enumerate(slots.tolist()):
         if slot == stack.slots:
             continue
         first = 0
+        if slot % 2 and ranks[slot]:
+            assert stack.factors is not None
+            constant = 0 if bias is None else bias.double()
+            want[row] = (want[row] - constant) * stack.factors[slot].double() + constant
         for projection, count in enumerate(outputs):
             a = stack.a[slot].unflatten(0, (len(outputs), -1))[projection, : ranks[slot]].double()
             b = stack.b[slot, first : first + count, : ranks[slot]].double()
@@ -82,9 +91,10 @@ def test_adapters_of_one_step(slots: list[int], rank: int, dtype: torch.dtype, u
     outputs, inputs, rows = (160, 24, 24), 520, torch.tensor(slots, dtype=torch.int32)
     stack = make_stack((rank, rank // 2, 5, 0), rank, inputs, outputs, dtype)
     x, y = padded(normal(len(slots), inputs, dtype=dtype)), padded(normal(len(slots), sum(outputs), dtype=dtype))
-    want = plain(y, x, stack, rows, outputs)
+    bias = normal(sum(outputs), dtype=dtype)
+    want = plain(y, x, stack, rows, outputs, bias)
     before = y.clone()
-    got = add_adapters(y, x, stack, sort_by_slot(rows, stack.slots, use_kernel=use_kernel), CHIP)
+    got = add_adapters(y, x, stack, sort_by_slot(rows, stack.slots, use_kernel=use_kernel), CHIP, bias=bias)
     assert got is y
     tolerance = {"rtol": 1e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 4e-3, "atol": 2e-2}
     torch.testing.assert_close(got.double(), want, **tolerance)
@@ -147,8 +157,10 @@ def test_rows_that_are_shrunk_already(use_kernel: bool) -> None:
     h[:, 4:] = 0
     slots = torch.tensor([1, 2, 0, 1], dtype=torch.int32)
     want = y.double()
+    assert stack.factors is not None
     for row in (0, 2, 3):
         slot = int(slots[row])
+        want[row] *= stack.factors[slot].double() if slot % 2 else 1
         want[row] += stack.b[slot, :, : stack.ranks[slot]].double() @ h[row, : stack.ranks[slot]].double()
     h[1] = NAN
     got = add_expanded(y, h[None], stack, sort_by_slot(slots, 2, use_kernel=use_kernel), CHIP)
