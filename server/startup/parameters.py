@@ -36,6 +36,7 @@ from pagoda.common.weights.rules import (
     merge_adapter,
     quantised_pieces,
     sources,
+    stored_shapes,
     tensor_uses,
     with_equal_head,
 )
@@ -132,13 +133,15 @@ def _model_tensors(
     `kv_scales`, while the tensors are read.
     """
     modules = resolved.runner.modules if resolved.runner is not None else None
+    assert isinstance(resolved.spec, ModelSpec), "the model has a spec"
+    shapes = params(resolved.spec)
     tensors = stored
     if resolved.quantization is not None:
         # As a folder's are, before they are joined.
         dense = cast(Iterator[NamedTensor], without_kv_scales(tensors, kv_scales))
         pieces = partial(quantised_pieces, family.rules)
-        shapes = stored_shapes(family.rules, params(resolved.spec))
-        tensors = join_scales(dense, resolved.quantization, pieces, checkpoint.names, shapes)
+        shape_of = stored_shapes(family.rules, shapes)
+        tensors = join_scales(dense, resolved.quantization, pieces, checkpoint.names, shape_of)
     tensors = tensors if modules is None else chain(tensors, module_tensors(modules))
     tensors = chain(tensors, side_tensors(checkpoint.folder, family.side_files))
     return tensors if family.adapter is None else merge_adapter(tensors, family.adapter)

@@ -278,8 +278,8 @@ class JaxDecoder(nnx.Module):
         if self.embed_lora is not None and step.adapter_mask is not None:
             if self.embed_copies is not None:
                 x = self.embed_copies.embeddings(x, token_ids, step.adapter_mask)
-            rows = lookup(self.embed_lora.b[...], token_ids)
-            x = self.embed_lora(rows, step.adapter_mask, x.dtype).on(x)
+            expanded = lookup(self.embed_lora.b[...], token_ids)
+            x = self.embed_lora(expanded, step.adapter_mask, x.dtype).on(x)
         if embedding.scale != 1.0:
             x = x * jnp.asarray(embedding.scale, x.dtype)  # rounded to the weights' dtype, as in training
         if rows is not None:
