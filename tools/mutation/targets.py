@@ -34,9 +34,14 @@ ENGINE: Final = Set(
         Target("block pool", ("common/engine/kv_cache/block_pool.py",)),
         Target(
             "hashing",
-            ("common/engine/kv_cache/manager.py", "common/engine/scheduling/request.py"),
-            ("root_digest", "page_digest", "extend_hashes", "page_bytes", "token_bytes", "embeds_of", "_embed_rows"),
+            (
+                "common/engine/kv_cache/manager.py",
+                "common/engine/scheduling/request.py",
+                "common/engine/media/items.py",
+            ),
+            ("root_digest", "page_digest", "extend_hashes", "page_bytes", "token_bytes", "overlapping", "media_digest"),
         ),
+        Target("rows of media", ("common/engine/media/rows.py", "common/engine/media/step_rows.py")),
         Target("sampling", ("common/engine/sampling/rules.py", "common/engine/sampling/state.py")),
         Target("reference sampler", ("backends/reference/sampling.py",)),
         Target("output processing", ("server/processing/output_processor.py",)),

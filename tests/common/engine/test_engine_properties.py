@@ -373,7 +373,7 @@ SETTINGS = settings(
 Traffic.TestCase.settings = SETTINGS
 ShardedTraffic.TestCase.settings = settings(SETTINGS, max_examples=40)
 GuessedTraffic.TestCase.settings = settings(SETTINGS, max_examples=60)
-MediaTraffic.TestCase.settings = settings(SETTINGS, max_examples=60)
+MediaTraffic.TestCase.settings = settings(SETTINGS, max_examples=25)
 TestEngine = Traffic.TestCase
 TestMedia = MediaTraffic.TestCase
 TestGuesses = GuessedTraffic.TestCase
