@@ -156,7 +156,7 @@ def _token_bytes(model: StepModel) -> int:
     ffns = [ffn for layer in spec.layers for ffn in layer.ffns.values()]
     mlps = [ffn.shared if isinstance(ffn, Moe) else ffn for ffn in ffns]
     mlps += [layer.block.ffn for layer in spec.layers if layer.block is not None]
-    widest = max(8 * spec.width, *(spec.width if mlp is None else 6 * mlp.width for mlp in mlps))
+    widest = max([8 * spec.width, *(spec.width if mlp is None else 6 * mlp.width for mlp in mlps)])
     if spec.per_layer is not None:
         widest += 3 * len(spec.layers) * spec.per_layer.width
     if spec.alt_up is not None:
