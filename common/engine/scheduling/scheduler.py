@@ -49,6 +49,7 @@ from pagoda.common.engine.messages import EngineOutput, EngineRequest, EngineSta
 from pagoda.common.engine.scheduling.fair_queue import FairQueue, FairState
 from pagoda.common.engine.scheduling.request import (
     FINISHED,
+    NEVER,
     NO_ROW,
     BatchState,
     Int64,
@@ -162,7 +163,9 @@ class Scheduler:
             self.waiting = self.adapters.queue
         self._media: SchedulerMedia | None = None
         if limits.media_rows:
-            self._media = SchedulerMedia(RowCache(limits.media_rows), self._batch, limits.max_encoder_rows)
+            # A prompt that is computed in one step has all its items encoded in that step.
+            budget = limits.max_encoder_rows if limits.chunked_prefill else NEVER
+            self._media = SchedulerMedia(RowCache(limits.media_rows), self._batch, budget)
         parts: tuple[SchedulerPart[Any] | None, ...] = (
             *(self._fair, self.adapters, self._media, self.masks, self._drafts),
         )
@@ -605,11 +608,11 @@ def check_request(request: EngineRequest, limits: Limits, kv: KvManager, *, has_
         raise RequestError(
             "prompt", f"{num_prompt} tokens leave no room to answer in a context of {limits.max_model_len}"
         )
-    for item in request.media:
-        if item.num_rows > limits.media_rows:
-            raise RequestError(
-                "prompt", f"a media item has {item.num_rows} rows, the engine has room for {limits.media_rows}"
-            )
+    sizes = [item.num_rows for item in request.media]
+    rows = max(sizes, default=0) if limits.chunked_prefill else sum(sizes)
+    if rows > limits.media_rows:
+        what = "a media item has" if limits.chunked_prefill else "media that are computed in one step have"
+        raise RequestError("prompt", f"{what} {rows} rows, the engine has room for {limits.media_rows}")
     if request.adapter is not None and not has_adapters:
         raise RequestError(LORA_FIELD, "the engine has no LoRA adapters; start it with --enable-lora")
     if not kv.fits(num_prompt + 1):
