@@ -335,7 +335,6 @@ def test_a_torch_file_is_read(tmp_path: Path) -> None:
     ("config", "words"),
     [
         ({"peft_type": "PROMPT_TUNING"}, "only LORA adapters"),
-        ({"use_dora": True}, "q_proj: lora_magnitude_vector is missing, though use_dora is set"),
         ({"bias": "all"}, "bias is trained"),
         ({"lora_bias": True}, "bias is trained"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save has lm_head, of which there is no tensor"),
@@ -356,6 +355,13 @@ def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], words:
     folder = write_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (32, 32)}, **{"r": 4, **config})
     with pytest.raises(ModelError, match=words):
         read_adapter(folder, base())
+
+
+def test_a_dora_adapter_without_magnitudes_is_refused(tmp_path: Path) -> None:
+    q = f"{LAYER}.self_attn.q_proj"
+    tensors = {f"{q}.lora_A.weight": random(4, 32), f"{q}.lora_B.weight": random(32, 4)}
+    with pytest.raises(ModelError, match="q_proj: lora_magnitude_vector is missing, though use_dora is set"):
+        read_adapter(save_adapter(tmp_path / "a", tensors, r=4, use_dora=True), base())
 
 
 def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Known(AdapterWeights):
 
 
 def read(each: Adapter) -> AdapterWeights:
-    return Known(8, {}, each.number + 1000 * each.version)
+    return Known(8, {}, number=each.number + 1000 * each.version)
 
 
 class AdapterBackend(FakeBackend):

@@ -12,7 +12,7 @@ from pagoda.common.engine.steps.contract import EMBEDDED
 A, B, C, D = (bytes([number]) * 32 for number in range(4))
 
 
-def test_items_keep_their_rows_until_others_need_them_and_the_first_released_goes_first() -> None:
+def test_items_keep_their_rows_and_the_first_released_goes_first() -> None:
     cache = RowCache(6)
     rows = {digest: cache.put(digest, 2).tolist() for digest in (A, B, C)}
     assert sorted(row for each in rows.values() for row in each) == list(range(6))

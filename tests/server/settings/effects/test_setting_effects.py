@@ -326,7 +326,7 @@ def test_graph_settings_of_other_backends_log_a_warning(folder: Path, caplog: py
 def test_prompt_embeds_need_rows_on_the_device(folder: Path) -> None:
     words = ("--model", str(folder), "--load-format", "dummy", "--max-num-batched-tokens", "64")
     plain, more = (resolve(config(*words, *flags), "llm").limits for flags in ((), ("--enable-prompt-embeds",)))
-    assert (plain.media_rows, more.media_rows) == (0, 64 + 2 * 16)
+    assert (plain.media_rows, more.media_rows) == (0, 64 + 2 * more.block_size)
 
 
 @pytest.mark.setting("--batch-invariant")
