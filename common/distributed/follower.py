@@ -17,7 +17,7 @@ from pagoda.common.backend import (
     ShardedBackend,
     ShardMasks,
 )
-from pagoda.common.distributed.leader import RankBackend, current_error
+from pagoda.common.distributed.leader import RankBackend, current_error, joined
 from pagoda.common.distributed.messages import (
     AdapterPart,
     AgreedBlocks,
@@ -93,7 +93,8 @@ class FollowingBackend(RankBackend):
                     with self._leader_failure_first():
                         _bind(pending[-1], masks)
                 case AdapterPart(slot, weights, last):
-                    matrices |= weights.matrices
+                    for name, piece in weights.matrices.items():
+                        matrices[name] = joined(matrices.get(name), piece)
                     if last:
                         with self._leader_failure_first():
                             cast(LoraBackend, self._backend).load_adapter(slot, replace(weights, matrices=matrices))

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar, cast
 
+import numpy as np
+
 from pagoda.common.backend import (
     Backend,
     Capabilities,
@@ -284,18 +286,39 @@ class LeadingBackend(RankBackend):
 
 
 def _parts(weights: AdapterWeights) -> Iterator[AdapterWeights]:
-    """Yield an adapter in parts of at most ADAPTER_BYTES, or of one matrix; an empty one whole."""
+    """Yield an adapter in parts of at most ADAPTER_BYTES, or of one piece of a matrix; an empty one whole."""
     part: dict[str, LowRank] = {}
     size = 0
     for name, matrix in weights.matrices.items():
-        num_bytes = matrix.num_bytes
-        if part and size + num_bytes > ADAPTER_BYTES:
-            yield AdapterWeights(weights.rank, part)
-            part = {}
-            size = 0
-        part[name] = matrix
-        size += num_bytes
+        for piece in _pieces(matrix):
+            num_bytes = piece.num_bytes
+            if part and (name in part or size + num_bytes > ADAPTER_BYTES):
+                yield AdapterWeights(weights.rank, part)
+                part = {}
+                size = 0
+            part[name] = piece
+            size += num_bytes
     yield AdapterWeights(weights.rank, part)
+
+
+def _pieces(matrix: LowRank) -> Iterator[LowRank]:
+    """Yield a matrix whole, or several times with some rows of a large copy, which `joined` joins."""
+    copy = matrix.copy
+    if copy is None or copy.nbytes <= ADAPTER_BYTES:
+        yield matrix
+        return
+    rows = max(1, ADAPTER_BYTES // copy[:1].nbytes)
+    for start in range(0, len(copy), rows):
+        yield replace(matrix, copy=copy[start : start + rows])
+
+
+def joined(before: LowRank | None, piece: LowRank) -> LowRank:
+    """Return a matrix of what has arrived of it and the next piece."""
+    if before is None:
+        return piece
+    assert before.copy is not None, "a matrix in pieces has a copy"
+    assert piece.copy is not None, "a matrix in pieces has a copy"
+    return replace(piece, copy=np.concatenate([before.copy, piece.copy]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -351,7 +351,7 @@ def assemble(
         embeds_width=resolved.spec.hidden_width if config.model.enable_prompt_embeds else 0,
     )
     structured = structured_of(config, info)
-    store = _adapter_store(resolved, backend, checkpoint)
+    store = _adapter_store(resolved, backend)
     make_scheduler = assembly.make_scheduler
     core = _generation_core(backend, resolved.layout, limits, num_blocks, copies, make_scheduler, structured, store)
     core.profiler = step_profiler(config, own_backend)
@@ -487,7 +487,7 @@ def lora_options(config: LoRAConfig, dtype: str) -> LoraOptions | None:
     )
 
 
-def _adapter_store(resolved: Resolved, backend: Backend, checkpoint: Checkpoint) -> AdapterStore | None:
+def _adapter_store(resolved: Resolved, backend: Backend) -> AdapterStore | None:
     """Return the host cache of LoRA adapters; None without --enable-lora."""
     lora = resolved.config.lora
     family = resolved.family
@@ -509,7 +509,12 @@ def _adapter_store(resolved: Resolved, backend: Backend, checkpoint: Checkpoint)
         weights = reader.read(adapter)
         if weights.magnitudes and lora.fully_sharded_loras:
             raise ModelError("use_dora: DoRA's factors are not divided like that; drop --fully-sharded-loras")
-        return with_factors(weights, base.params, partial(read_matrices, resolved, checkpoint))
+
+        def read_base(names: Collection[str]) -> Iterator[Weight]:
+            """Yield matrices of the checkpoint, whose files may have been replaced while the engine slept."""
+            return read_matrices(resolved, open_model(resolved.config, weights=True), names)
+
+        return with_factors(weights, base.params, read_base)
 
     return AdapterStore(read, lora.max_cpu_loras or lora.max_loras)
 

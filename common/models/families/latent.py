@@ -356,7 +356,7 @@ def _longcat_mixture(config: HfConfig, dense: Mlp) -> Moe:
         config.size("n_routed_experts"),
         replace(dense, width=config.size("moe_intermediate_size")),
         Router(config.size("num_experts_per_tok"), renormalise=False, correction=True, scale=scale),
-        identity=config.nullable("zero_expert_num", int) or 0,
+        identity=config.nullable("zero_expert_num", int, 256) or 0,
     )
 
 

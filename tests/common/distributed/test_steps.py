@@ -139,6 +139,7 @@ def test_adapters_reach_every_host_between_the_same_steps(make: Make, monkeypatc
         for name, matrix in here.matrices.items():
             np.testing.assert_array_equal(there.matrices[name].a, matrix.a)
             np.testing.assert_array_equal(there.matrices[name].b, matrix.b)
+            np.testing.assert_equal(there.matrices[name].copy, matrix.copy)
             np.testing.assert_array_equal(there.matrices[name].factor, matrix.factor)
     assert len(seen["there"]) == 3
 

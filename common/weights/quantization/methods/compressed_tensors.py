@@ -102,7 +102,7 @@ def _check_rotations(section: Section) -> bool:
     rotations = section.part("config_groups")
     for name in rotations.values:
         rotation = rotations.part(name)
-        rotation.only("type", "apply", "randomize", "requires_grad", "head_dim", "precision")
+        rotation.only("type", "apply", "randomize", "requires_grad", "head_dim", "block_size", "precision")
         if rotation.get("requires_grad"):
             raise rotation.refused("requires_grad is true: the rotation is a parameter of its own beside the weights")
         uses = rotation.get("apply")
