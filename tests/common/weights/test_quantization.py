@@ -244,7 +244,7 @@ def test_a_rule_whose_tensor_is_not_stored_does_not_decide_a_scheme() -> None:
 def rotated(location: object, **changes: object) -> dict[str, Any]:
     """A rotation into the weights and one elsewhere."""
     uses = [{"targets": ["v_proj"], "location": "weight_output"}, {"targets": ["o_proj"], "location": location}]
-    rotation = {"type": "hadamard", "apply": uses, "head_dim": 32, "randomize": False, **changes}
+    rotation = {"type": "hadamard", "apply": uses, "block_size": 32, "randomize": False, **changes}
     return compressed_tensors(transform_config={"config_groups": {"R2": rotation}})
 
 
