@@ -93,7 +93,7 @@ def naive(spec: ModelSpec, prompts: list[list[int]], count: int) -> list[list[in
         (halves(model(LATENT, LATENT)), (8,)),
         (model(INDEXED, SHARING, SHARING, INDEXED, SHARING), (8, 8)),
     ],
-    ids=["states", "latents, two halves last", "shared selections"],
+    ids=["states", "two halves", "shared selections"],
 )
 def test_chunks_preemption_and_prefix_hits_give_the_naive_tokens(spec: ModelSpec, blocks: tuple[int, ...]) -> None:
     snapshots = StateSnapshots(interval=0, min_distance=8)
