@@ -1,8 +1,8 @@
 """Rows of media for the sequences of a step: which it can compute, what is encoded first, what is given back.
 
 A sequence holds the items that overlap the chunk it computes, from that step on until the step with their last position
-is planned. A waiting request holds none. So whoever holds an item can go on to its end, and if nobody holds any, all
-rows are free for the first: some sequence always proceeds.
+is planned. A waiting request holds none. A sequence that holds an item can therefore compute to the item's end, and when
+no sequence holds one, all rows are free for the first sequence of the queue. Some sequence always proceeds.
 """
 
 from __future__ import annotations
@@ -205,5 +205,5 @@ class _Claims:
 
 
 def _media_of(request: Request) -> PromptMedia:
-    assert request.media is not None, "the part is told of requests with media alone"
+    assert request.media is not None, "only requests with media are passed to this part"
     return request.media

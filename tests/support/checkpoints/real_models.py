@@ -34,7 +34,7 @@ class Real:
     """One released model."""
 
     config: dict[str, Any]
-    parameters: float | None  # None: nobody published it to 1 %.
+    parameters: float | None  # None where no figure precise to 1 % was published.
     kv_bytes: int
     state_bytes: int
     origin: str
