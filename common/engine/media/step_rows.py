@@ -1,8 +1,8 @@
 """Rows of media for the sequences of a step: which it can compute, what is encoded first, what is given back.
 
 A sequence holds the items that overlap the chunk it computes, from that step on until the step with their last position
-is planned. A waiting request holds none. A sequence that holds an item can therefore compute to the item's end, and when
-no sequence holds one, all rows are free for the first sequence of the queue. Some sequence always proceeds.
+is planned. A waiting request holds none. A sequence that holds an item can therefore compute to the item's end, and
+when no sequence holds one, all rows are free for the first sequence of the queue. Some sequence always proceeds.
 """
 
 from __future__ import annotations
