@@ -264,7 +264,7 @@ def launch(
         table_stride=table_stride,
         **constants_of(scan, shape, E=batch.states.stride(0), KEEP=batch.keeps_states, BLOCK_V=values),
         num_warps=SCAN_WARPS,
-        num_stages=scan_stages(qkv.dtype),
+        num_stages=scan_stages(qkv.dtype, keep=batch.keeps_states),
     )
     return out
 
@@ -274,9 +274,13 @@ def scan_values(shape: ScanShape) -> int:
     return max(min(SCAN_STATE // padded(shape.key_dim), padded(shape.value_dim)), 16)
 
 
-def scan_stages(dtype: torch.dtype) -> int:
-    """Return the stages of `scan` with which its buffers fit every chip: two of float32 need 105 KiB, of 99 on some."""
-    return 1 if dtype == torch.float32 else 2
+def scan_stages(dtype: torch.dtype, *, keep: bool) -> int:
+    """Return the stages of `scan` with which its buffers fit every chip: two of float32 need 105 KiB, of 99 on some.
+
+    A call that does not replace the states has the drafts of a step, one chunk of each sequence: a second stage has
+    nothing to load, and would spill registers.
+    """
+    return 1 if dtype == torch.float32 or not keep else 2
 
 
 STEP_WARPS: Final = 4

@@ -70,6 +70,7 @@ def _of_model(shape: ScanShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
 
     yield "step", build(step, STEP_WARPS, BLOCK_V=STEP_VALUES)
     yield "score", build(score, SCORE_WARPS)
-    yield "scan", build(scan, SCAN_WARPS, scan_stages(dtype), BLOCK_V=scan_values(shape))
+    yield "scan", build(scan, SCAN_WARPS, scan_stages(dtype, keep=True), BLOCK_V=scan_values(shape))
     row = shape.elements + 4 * shape.channels
-    yield "scan-drafts", build(scan, SCAN_WARPS, scan_stages(dtype), row=row, keep=False, BLOCK_V=scan_values(shape))
+    stages = scan_stages(dtype, keep=False)
+    yield "scan-drafts", build(scan, SCAN_WARPS, stages, row=row, keep=False, BLOCK_V=scan_values(shape))
