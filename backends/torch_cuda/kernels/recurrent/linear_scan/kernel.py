@@ -277,8 +277,8 @@ def scan_values(shape: ScanShape) -> int:
 def scan_stages(dtype: torch.dtype, *, keep: bool) -> int:
     """Return the stages of `scan` with which its buffers fit every chip: two of float32 need 105 KiB, of 99 on some.
 
-    A call that does not replace the states has the drafts of a step, one chunk of each sequence: a second stage has
-    nothing to load, and would spill registers.
+    A call that does not replace the states has the drafts of a step, which are one chunk of each sequence unless there
+    are more than CHUNK: a second stage has nothing to load for one chunk, and spills registers on sm_80.
     """
     return 1 if dtype == torch.float32 or not keep else 2
 
